@@ -1,0 +1,125 @@
+"""Owns the `mlxbc` command: which commands there are, and how any of them ends.
+
+Each command is a module of this package with `configure(parser)` and `run(args) -> int`, imported only when
+it is the one that was asked for: `mlxbc ask` must reach the daemon before a heavier program has finished
+importing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from mlxbc import __version__
+from mlxbc.cli import exits
+from mlxbc.errors import MlxbcError
+
+COMMANDS = {
+    "ask": "ask one question; the answer streams to standard output",
+    "chat": "talk with a model",
+    "serve": "start the daemon",
+    "stop": "stop the daemon",
+    "status": "show how the daemon is",
+    "ps": "list the resident models",
+    "models": "list the models on this machine",
+    "pull": "fetch a model",
+    "load": "make a model resident",
+    "unload": "drop a resident model",
+    "tokenize": "show a text's token ids",
+    "count": "count a text's tokens",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the return value is the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        _flush()
+        return code
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
+    except BrokenPipeError:
+        _abandon_output()
+        return exits.BROKEN_PIPE
+    except MlxbcError as error:
+        exits.explain(str(error))
+        return exits.of_error(error)
+    except OSError as error:
+        _abandon_output()
+        exits.explain(error.strerror or str(error))
+        return exits.IO_ERROR
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        parser = _top()
+        parser.parse_args(arguments)
+        parser.print_help(sys.stderr)
+        return exits.USAGE
+    name, *rest = arguments
+    if name not in COMMANDS:
+        return _unknown(name)
+    command = import_module(f"mlxbc.cli.{name}")
+    if name == "serve":  # its arguments are the daemon's: not parsed here, `--help` included
+        return int(command.run(rest))
+    parser = argparse.ArgumentParser(
+        prog=f"mlxbc {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    command.configure(parser)
+    # Intermixed: words of a text may come on both sides of an option.
+    return int(command.run(parser.parse_intermixed_args(rest)))
+
+
+def _top() -> argparse.ArgumentParser:
+    commands = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="mlxbc",
+        usage="mlxbc COMMAND [ARGUMENT ...]",
+        description="Ask language models that stay resident in a local daemon.",
+        epilog=f"""\
+commands:
+{commands}
+
+`mlxbc COMMAND --help` tells more about one of them.
+
+examples:
+  mlxbc serve --detach --wait
+  mlxbc ask "What is the capital of France?"
+  git diff | mlxbc ask "Write a commit message for this change"
+
+environment:
+  MLXBC_SOCKET  the daemon's socket, instead of the user's own
+  MLXBC_DATA    the directory of imported models
+  NO_COLOR      no escape sequences on the terminal
+""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"mlxbc {__version__}")
+    return parser
+
+
+def _unknown(name: str) -> int:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "see mlxbc --help"
+    exits.explain(f"unknown command {name!r}; {hint}")
+    return exits.USAGE
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+def _abandon_output() -> None:
+    """What is still buffered cannot be written: don't let the interpreter try once more as it exits."""
+    if sys.stdout is not None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -1,0 +1,95 @@
+"""Owns showing one answer as it comes, and what Ctrl-C means meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from mlxbc import wire
+from mlxbc.cli import exits
+from mlxbc.cli.terminal import Terminal
+from mlxbc.client import Stream
+from mlxbc.result import Result
+
+
+def follow(stream: Stream, terminal: Terminal, *, streaming: bool = True) -> Result:
+    """Stay with a generation until it ends, writing its text as it comes; without `streaming`, show progress only.
+
+    The first Ctrl-C ends the answer where it is, the second ends the program.
+
+    Raises:
+        MlxbcError: the generation failed; what came before has been shown.
+    """
+    try:
+        with _cancelled_by_interrupt(stream):
+            for event in stream:
+                match event:
+                    case wire.Token(channel="text") if streaming:
+                        terminal.text(event.text)
+                    case wire.Token(channel="reasoning") if streaming:
+                        terminal.reasoning(event.text)
+                    case wire.Accepted():
+                        terminal.queued(event)
+                    case wire.Progress():
+                        terminal.progress(event)
+        return stream.result
+    finally:
+        terminal.end_text()
+
+
+@contextmanager
+def _cancelled_by_interrupt(stream: Stream) -> Iterator[None]:
+    """Turn the first Ctrl-C into a cancellation; the second exits at once, with the code of an interrupt.
+
+    Where interrupts are ignored (`nohup`, a background job of a script), they stay so.
+    """
+    pressed = 0
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed += 1
+        if pressed == 1:
+            stream.cancel()
+        else:
+            # Everything shown has been flushed, and an output that blocks must not keep the program alive.
+            os._exit(exits.INTERRUPTED)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def stats(result: Result) -> str:
+    """One line about where the tokens and the time went."""
+    usage, times = result.usage, result.timings
+    cached = f" ({usage.cached} cached)" if usage.cached else ""
+    parts = [
+        result.model,
+        f"{usage.prompt} prompt tokens{cached}",
+        f"{usage.generated} generated",
+        f"first token after {_time(times.first_token)}",
+    ]
+    waits = (
+        ("queue", times.queue),
+        ("load", times.load),
+        ("prefill", times.prefill),
+        ("decode", times.decode),
+    )
+    parts += [f"{name} {_time(spent)}" for name, spent in waits if spent]
+    if usage.generated > 1 and times.decode:
+        # The first token belongs to the prefill: decoding made the others.
+        parts.append(f"{1000 * (usage.generated - 1) / times.decode:.1f} tokens/s")
+    return ", ".join(parts)
+
+
+def _time(milliseconds: float) -> str:
+    return f"{milliseconds:.0f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.2f} s"

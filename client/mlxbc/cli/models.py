@@ -1,0 +1,49 @@
+"""Owns `mlxbc models`: what can be loaded."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import msgspec
+
+from mlxbc import wire
+from mlxbc.cli import exits
+from mlxbc.cli.table import size, table
+from mlxbc.client import Client
+
+_EPILOG = f"""\
+SOURCE is embedded (the model that mlxbc pull knows by a short name), hub (the
+Hugging Face cache) or directory. The model that answers when none is named is
+marked default. mlxbc pull adds models.
+
+examples:
+  mlxbc models
+  mlxbc models --json | jq -r '.[].name'
+
+{exits.HELP}"""
+
+_HEADER = ("NAME", "SIZE", "SOURCE", "STATE")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.description = "List the models on this machine, resident or not."
+    parser.epilog = _EPILOG
+    parser.add_argument("--json", action="store_true", help="print a JSON array")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List them."""
+    with Client(client_name="mlxbc-models") as client:
+        models = client.models()
+    if args.json:
+        print(msgspec.json.encode(models).decode())
+    else:
+        sys.stdout.write(table(_HEADER, [_row(model) for model in models]))
+    return exits.OK
+
+
+def _row(model: wire.ModelEntry) -> tuple[str, ...]:
+    state = [word for word, holds in (("resident", model.resident), ("default", model.default)) if holds]
+    return model.name, size(model.bytes), model.source, ", ".join(state) or "-"

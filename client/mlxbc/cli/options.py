@@ -1,0 +1,122 @@
+"""Owns the options that describe a generation: -s, -m and -o, the same for every command that has them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, get_args, get_origin
+
+import msgspec
+from msgspec.structs import FieldInfo, fields
+
+from mlxbc import wire
+
+_NOT_OPTIONS = frozenset({"id", "messages", "prompt", "model", "resumable", "resume"})
+"""Fields of `generate` that arguments or other options stand for, or that only a program can use."""
+
+
+def model_name(text: str) -> str:
+    """A model's name as the daemon knows it: what looks like a path is made absolute.
+
+    The daemon has another working directory, and another idea of `./model`.
+    """
+    if text.startswith(("./", "../", "/", "~/")) or text in (".", "..") or text.endswith(".gguf"):
+        return os.path.abspath(os.path.expanduser(text))
+    return text
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add -m."""
+    parser.add_argument(
+        "-m",
+        "--model",
+        type=model_name,
+        metavar="NAME",
+        help="a name that mlxbc models lists, or a path such as ./model (default: the daemon's own choice)",
+    )
+
+
+def add_generation(parser: argparse.ArgumentParser) -> None:
+    """Add -m and -o."""
+    add_model(parser)
+    parser.add_argument(
+        "-o",
+        "--option",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("KEY", "VALUE"),
+        help="set one option of the generation; may be repeated. Keys: " + ", ".join(sorted(_choices())),
+    )
+
+
+def add_system(parser: argparse.ArgumentParser) -> None:
+    """Add -s."""
+    parser.add_argument("-s", "--system", metavar="TEXT", help="the system prompt")
+
+
+def generation(parser: argparse.ArgumentParser, args: argparse.Namespace, *, logprobs: bool = False) -> dict[str, Any]:
+    """The fields of a `generate` request that -m and -o set.
+
+    Args:
+        logprobs: the command can show log-probabilities, so asking for them makes sense.
+
+    A mistake ends the program with a usage error that names it.
+    """
+    try:
+        chosen = parse(args.option)
+    except ValueError as error:
+        parser.error(str(error))
+    if not logprobs and chosen.keys() & {"logprobs", "top_logprobs"}:
+        parser.error("log-probabilities are shown by mlxbc ask --json only")
+    if args.model is not None:
+        chosen["model"] = args.model
+    return chosen
+
+
+def parse(pairs: list[list[str]]) -> dict[str, Any]:
+    """Typed values of `(key, text)` pairs, checked against `wire.Generate`.
+
+    A list is built by repeating its key, an object is written as JSON, anything else as on any command line.
+
+    Raises:
+        ValueError: an unknown key, a value of the wrong type or out of range, or a key given twice.
+    """
+    choices = _choices()
+    values: dict[str, Any] = {}
+    for key, text in pairs:
+        if key not in choices:
+            raise ValueError(_unknown(key, choices))
+        is_list = _shape(choices[key].type) is list
+        if key in values and not is_list:
+            raise ValueError(f"option {key} is given twice")
+        try:
+            if is_list:
+                values[key] = msgspec.convert([*values.get(key, []), text], choices[key].type)
+            elif _shape(choices[key].type) is dict:
+                values[key] = msgspec.json.decode(text, type=choices[key].type)
+            else:
+                values[key] = msgspec.convert(text, choices[key].type, strict=False)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"option {key}: {error}") from None
+    return values
+
+
+def _choices() -> dict[str, FieldInfo]:
+    return {field.name: field for field in fields(wire.Generate) if field.name not in _NOT_OPTIONS}
+
+
+def _shape(kind: Any) -> Any:
+    """The container that a field's type is, below its annotations: list, dict, or something without parts."""
+    if get_origin(kind) is Annotated:
+        return _shape(get_args(kind)[0])
+    return get_origin(kind)
+
+
+def _unknown(key: str, choices: Mapping[str, object]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(key.replace("-", "_"), choices, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(choices))}"
+    return f"unknown option {key}; {hint}"

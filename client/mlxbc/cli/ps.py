@@ -1,0 +1,60 @@
+"""Owns `mlxbc ps`: the resident models."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import msgspec
+
+from mlxbc import wire
+from mlxbc.cli import exits
+from mlxbc.cli.table import duration, size, table
+from mlxbc.client import Client
+
+_EPILOG = f"""\
+SIZE is that of the weights; KV the memory that running requests hold; CONTEXT
+the most tokens of one request; RUNNING and QUEUED count requests; IDLE is the
+time since the last one. BATCHING says whether requests run together or one at
+a time, and why.
+
+examples:
+  mlxbc ps
+  mlxbc ps --json | jq -r '.[].model'
+
+{exits.HELP}"""
+
+_HEADER = ("NAME", "SIZE", "DTYPE", "KV", "CONTEXT", "RUNNING", "QUEUED", "IDLE", "BATCHING")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.description = "List the resident models."
+    parser.epilog = _EPILOG
+    parser.add_argument("--json", action="store_true", help="print a JSON array")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List them."""
+    with Client(client_name="mlxbc-ps") as client:
+        processes = client.ps()
+    if args.json:
+        print(msgspec.json.encode(processes).decode())
+    else:
+        sys.stdout.write(table(_HEADER, [_row(process) for process in processes]))
+    return exits.OK
+
+
+def _row(process: wire.Process) -> tuple[str, ...]:
+    together = "together" if process.placement == "continuous" else "one at a time"
+    return (
+        process.model,
+        size(process.bytes),
+        process.dtype,
+        size(process.kv_bytes),
+        str(process.context),
+        str(process.running),
+        str(process.queued),
+        "-" if process.running else duration(process.idle_s),
+        f"{together} ({process.reason})" if process.reason else together,
+    )

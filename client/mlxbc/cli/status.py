@@ -1,0 +1,57 @@
+"""Owns `mlxbc status`: how the daemon is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import msgspec
+
+from mlxbc import __version__, wire
+from mlxbc.cli import exits
+from mlxbc.cli.table import duration, size
+from mlxbc.client import Client
+
+_EPILOG = f"""\
+examples:
+  mlxbc status
+  mlxbc status --json | jq .running
+
+{exits.HELP}"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.description = "Show how the daemon is. It answers at once, whatever the device does."
+    parser.epilog = _EPILOG
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show it."""
+    with Client(client_name="mlxbc-status") as client:
+        report = client.status()
+    if args.json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        sys.stdout.write(_text(report))
+    return exits.OK
+
+
+def _text(report: wire.StatusReport) -> str:
+    resident = ", ".join(model.model for model in report.models) or "none"
+    lines = [
+        f"{report.state}, pid {report.pid}, version {report.version}, up {duration(report.uptime_s)}",
+        f"device    {report.device}, {size(report.memory_active)} in use, {size(report.memory_cache)} spare",
+        f"models    {resident}",
+        f"requests  {report.running} running, {report.queued} queued, {report.served} served, {report.failed} failed",
+        f"tokens    {report.generated_tokens} generated",
+        f"clients   {report.connections} connected",
+        *(f"note      {note}" for note in report.notes),
+    ]
+    if report.version != __version__:
+        lines.append(
+            f"note      this command is version {__version__}; "
+            f"restart the daemon with: mlxbc stop && mlxbc serve --detach"
+        )
+    return "\n".join(lines) + "\n"

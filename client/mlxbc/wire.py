@@ -1,0 +1,426 @@
+"""Owns the wire: every message of protocol 1 as a msgspec Struct, and the sans-IO framing of both codecs.
+
+One Unix stream socket carries many requests at once. A connection speaks either
+
+* **msgpack**: a 4-byte big-endian length followed by one msgpack map, or
+* **JSON lines**: one JSON object per line, chosen by a first byte of ``{``.
+
+Since a frame is shorter than 2**24 bytes, the first byte of a msgpack length is always zero, so the first byte of a
+connection tells the codec. Requests forbid unknown fields (a typo is an error that names the field); replies may grow
+fields, and an older client ignores what it doesn't know.
+
+This module does no input or output and imports nothing but msgspec.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+PROTOCOL: Final = 1
+FRAME_LIMIT: Final = 4 * 1024 * 1024
+"""Largest inbound frame in bytes unless `hello` negotiates another."""
+FRAME_CEILING: Final = 2**24 - 1
+"""No frame is ever longer, so that the first length byte is always zero."""
+
+Id: TypeAlias = Annotated[int, Meta(ge=0, le=2**53 - 1)]
+"""Chosen by the client, unique among its running requests; exact in JSON."""
+Seed: TypeAlias = Annotated[int, Meta(ge=0, le=2**53 - 1)]
+ModelName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
+StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Scalar: TypeAlias = str | int | float | bool | None
+
+ErrorCode: TypeAlias = Literal[
+    "bad_frame",
+    "bad_request",
+    "proto_mismatch",
+    "unauthorized",
+    "frame_too_large",
+    "unknown_model",
+    "load_failed",
+    "out_of_memory",
+    "context_too_long",
+    "queue_full",
+    "timeout",
+    "shutting_down",
+    "device_error",
+    "internal",
+]
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
+Channel: TypeAlias = Literal["text", "reasoning"]
+
+
+class _Request(
+    Struct, tag_field="type", forbid_unknown_fields=True, omit_defaults=True, kw_only=True, frozen=True
+):
+    """A message from a client to the daemon."""
+
+
+class _Reply(Struct, tag_field="type", omit_defaults=True, kw_only=True, frozen=True):
+    """A message from the daemon to a client."""
+
+
+class _Part(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True, frozen=True):
+    """A value inside a request."""
+
+
+# ---------------------------------------------------------------------------------------------- client -> daemon
+
+
+class Hello(_Request, tag="hello"):
+    """First message of a msgpack connection; optional on JSON lines, where protocol 1 is assumed."""
+
+    proto: int
+    client: Annotated[str, Meta(max_length=256)] = ""
+    version: Annotated[str, Meta(max_length=64)] = ""
+    max_frame: Annotated[int, Meta(ge=4096, le=FRAME_CEILING)] = FRAME_LIMIT
+    """Largest frame in bytes the client wants to send."""
+
+
+class Message(_Part):
+    """One chat message."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Resume(_Part):
+    """Continue an earlier generation: the rest of the `generate` message repeats the original request."""
+
+    stream: Annotated[str, Meta(min_length=1, max_length=64)]
+    tokens: Annotated[list[TokenId], Meta(max_length=1_000_000)]
+    """The token ids the client already has; they are teacher-forced and not sent again."""
+
+
+class Generate(_Request, tag="generate"):
+    """Generate from exactly one of `messages` (chat) and `prompt` (raw text)."""
+
+    id: Id
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)] | None = None
+    prompt: str | None = None
+    model: ModelName | None = None
+    """None asks for the daemon's default model."""
+    template_options: dict[str, Scalar] = {}
+    """Passed to the chat template by name (`enable_thinking`, …)."""
+    temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
+    """0 is greedy. Sampling fields left out come from the model's generation_config.json."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
+    """0 switches the filter off."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] = {}
+    seed: Seed | None = None
+    """Draw i depends on (seed, i) alone. Left out: random, and told in `accepted`."""
+    max_tokens: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
+    """Left out: what fits the model's context, at most 4096."""
+    stop: Annotated[list[StopString], Meta(max_length=16)] = []
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
+    resumable: bool = False
+    """Token frames carry token ids, which `resume` wants back."""
+    resume: Resume | None = None
+
+
+class Cancel(_Request, tag="cancel"):
+    """End request `id`; its terminal frame says `cancelled`. An unknown id is ignored."""
+
+    id: Id
+
+
+class Tokenize(_Request, tag="tokenize"):
+    """Token ids of exactly one of `text` and `messages`."""
+
+    id: Id
+    text: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)] | None = None
+    template_options: dict[str, Scalar] = {}
+    model: ModelName | None = None
+
+
+class Count(_Request, tag="count"):
+    """Like `tokenize`, but only the number of tokens comes back."""
+
+    id: Id
+    text: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)] | None = None
+    template_options: dict[str, Scalar] = {}
+    model: ModelName | None = None
+
+
+class Models(_Request, tag="models"):
+    """What can be loaded: the embedded model, the hub cache, and what is resident."""
+
+    id: Id
+
+
+class Load(_Request, tag="load"):
+    """Make a model resident; `progress` frames come until `loaded`."""
+
+    id: Id
+    model: ModelName | None = None
+
+
+class Unload(_Request, tag="unload"):
+    """Drop a resident model; refused while requests run on it."""
+
+    id: Id
+    model: ModelName
+
+
+class Status(_Request, tag="status"):
+    id: Id
+
+
+class Ps(_Request, tag="ps"):
+    id: Id
+
+
+class Ping(_Request, tag="ping"):
+    id: Id
+
+
+class Shutdown(_Request, tag="shutdown"):
+    """Stop the daemon. With `drain` running requests finish first; else they end with `shutting_down`."""
+
+    id: Id
+    drain: bool = True
+
+
+Request: TypeAlias = (
+    Hello | Generate | Cancel | Tokenize | Count | Models | Load | Unload | Status | Ps | Ping | Shutdown
+)
+
+# ---------------------------------------------------------------------------------------------- daemon -> client
+
+
+class Welcome(_Reply, tag="welcome"):
+    """Answer to `hello`."""
+
+    proto: int
+    server: str
+    version: str
+    pid: int
+    models: list[str]
+    """Resident models."""
+    max_frame: int
+    """Largest inbound frame in bytes on this connection."""
+
+
+class Accepted(_Reply, tag="accepted"):
+    """The request is valid and queued."""
+
+    id: int
+    stream: str
+    """128 random bits in hex: names this generation across connections."""
+    seed: int
+    model: str
+    position: int = 0
+    """Requests ahead of this one in the queue."""
+
+
+class Progress(_Reply, tag="progress"):
+    """At most every 250 ms: bytes while loading, prompt tokens while prefilling."""
+
+    id: int
+    phase: Literal["load", "prefill"]
+    done: int
+    total: int
+
+
+class TopToken(Struct, omit_defaults=True, frozen=True):
+    token: int
+    text: str
+    logprob: float
+
+
+class TokenLogprob(Struct, omit_defaults=True, frozen=True):
+    """Natural log of the model's own probability of a sampled token, before penalties and temperature."""
+
+    token: int
+    text: str
+    logprob: float
+    top: list[TopToken] = []
+
+
+class Token(_Reply, tag="token"):
+    """Newly generated text. Concatenated per channel it is the whole output, always valid UTF-8."""
+
+    id: int
+    text: str
+    n: int = 1
+    """Tokens that became part of the output with this frame (text can wait for a later token)."""
+    channel: Channel = "text"
+    ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class Usage(Struct, omit_defaults=True, frozen=True):
+    """Token counts of one request."""
+
+    prompt: int
+    generated: int
+    cached: int = 0
+
+
+class Timings(Struct, omit_defaults=True, frozen=True):
+    """Milliseconds. `first_token` counts from the arrival of the request; the others are spans."""
+
+    queue: float = 0.0
+    load: float = 0.0
+    prefill: float = 0.0
+    first_token: float = 0.0
+    decode: float = 0.0
+
+
+class Done(_Reply, tag="done"):
+    """Terminal frame of a generation."""
+
+    id: int
+    reason: FinishReason
+    usage: Usage
+    timings: Timings
+    stop: str | None = None
+    """The stop string that ended it, if one did."""
+
+
+class Error(_Reply, tag="error"):
+    """Terminal frame of any request that failed; without an id the connection itself is at fault."""
+
+    code: ErrorCode
+    message: str
+    id: int | None = None
+    retryable: bool = False
+    data: dict[str, Any] = {}
+
+
+class Tokens(_Reply, tag="tokens"):
+    id: int
+    tokens: list[int]
+
+
+class Counted(_Reply, tag="counted"):
+    id: int
+    count: int
+
+
+class ModelEntry(Struct, omit_defaults=True, frozen=True):
+    name: str
+    source: Literal["embedded", "hub", "directory"]
+    path: str
+    bytes: int
+    resident: bool = False
+    default: bool = False
+
+
+class ModelList(_Reply, tag="model_list"):
+    id: int
+    models: list[ModelEntry]
+
+
+class Loaded(_Reply, tag="loaded"):
+    id: int
+    model: str
+    bytes: int
+    seconds: float
+
+
+class Unloaded(_Reply, tag="unloaded"):
+    id: int
+    model: str
+
+
+class Process(Struct, omit_defaults=True, frozen=True):
+    """One resident model, as `ps` shows it."""
+
+    model: str
+    path: str
+    bytes: int
+    """Bytes of the weights."""
+    dtype: str
+    context: int
+    """Tokens a row may hold."""
+    kv_bytes: int
+    running: int
+    queued: int
+    idle_s: float
+    placement: Literal["continuous", "alone"]
+    reason: str = ""
+    """Why requests run alone, where they do."""
+
+
+class ProcessList(_Reply, tag="process_list"):
+    id: int
+    models: list[Process]
+
+
+class StatusReport(_Reply, tag="status_report"):
+    """A snapshot that never waits for the device."""
+
+    id: int
+    pid: int
+    version: str
+    uptime_s: float
+    state: Literal["ready", "draining", "degraded"]
+    device: str
+    connections: int
+    running: int
+    queued: int
+    served: int
+    failed: int
+    generated_tokens: int
+    memory_active: int
+    """Bytes of live MLX arrays at the last step."""
+    memory_cache: int
+    models: list[Process]
+    notes: list[str] = []
+    """What a person should know: a slow BLAS, a model served one at a time, …"""
+
+
+class Pong(_Reply, tag="pong"):
+    id: int
+
+
+class Bye(_Reply, tag="bye"):
+    """The daemon takes no more requests and exits once the running ones are done."""
+
+    id: int
+
+
+Reply: TypeAlias = (
+    Welcome
+    | Accepted
+    | Progress
+    | Token
+    | Done
+    | Error
+    | Tokens
+    | Counted
+    | ModelList
+    | Loaded
+    | Unloaded
+    | ProcessList
+    | StatusReport
+    | Pong
+    | Bye
+)
+
+TERMINAL: Final = (
+    Done,
+    Error,
+    Tokens,
+    Counted,
+    ModelList,
+    Loaded,
+    Unloaded,
+    ProcessList,
+    StatusReport,
+    Pong,
+    Bye,
+)
+"""Exactly one of these ends every request."""

@@ -1,0 +1,190 @@
+"""How `mlxbc ask` ends: its exit codes, closed pipes, Ctrl-C."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import command_line
+import pytest
+from command_line import OnTerminal
+from fake_daemon import FakeDaemon, Session, accepted, done
+
+from mlxbc import wire
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """A socket's path; short, because those of temporary directories of tests are not."""
+    with TemporaryDirectory(prefix="mlxbc-", dir="/tmp") as directory:
+        yield Path(directory) / "s"
+
+
+# ------------------------------------------------------------ how it ends
+
+
+def test_without_a_daemon_one_line_says_how_to_start_it(path: Path) -> None:
+    ended = command_line.run(path, "ask", "?")
+    assert (ended.returncode, ended.stdout, ended.stderr.count(b"\n")) == (69, b"", 1)
+    assert b"mlxbc serve --detach" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ("bad_request", 2),
+        ("queue_full", 75),
+        ("shutting_down", 75),
+        ("out_of_memory", 75),
+        ("unknown_model", 78),
+        ("timeout", 124),
+        ("device_error", 1),
+        ("context_too_long", 1),
+        ("proto_mismatch", 76),
+    ],
+)
+def test_every_failure_has_its_exit_code(path: Path, code: wire.ErrorCode, exit_code: int) -> None:
+    def script(session: Session) -> None:
+        session.send(wire.Error(id=session.receive(wire.Generate).id, code=code, message="because"))
+
+    with FakeDaemon(path, script):
+        ended = command_line.run(path, "ask", "?")
+    assert (ended.returncode, ended.stderr) == (exit_code, b"mlxbc: because\n")
+
+
+def test_a_lost_connection_keeps_the_text_before_it(path: Path) -> None:
+    def script(session: Session) -> None:
+        request = session.receive(wire.Generate)
+        session.send(accepted(request), wire.Token(id=request.id, text="half"))
+
+    with FakeDaemon(path, script):
+        ended = command_line.run(path, "ask", "?")
+    assert (ended.returncode, ended.stdout) == (74, b"half\n")
+
+
+def test_a_daemon_of_another_protocol_is_told_apart(path: Path) -> None:
+    def script(session: Session) -> None:
+        session.send(wire.Error(code="proto_mismatch", message="speak 2"))
+
+    with FakeDaemon(path, script, greet=False):
+        ended = command_line.run(path, "ask", "?")
+    assert (ended.returncode, ended.stderr) == (76, b"mlxbc: speak 2\n")
+
+
+def test_a_socket_path_that_cannot_work_is_a_configuration_error(path: Path) -> None:
+    assert command_line.run(path / ("x" * 120), "ask", "?").returncode == 78
+
+
+def test_a_reader_that_leaves_ends_it_quietly_and_cancels(path: Path) -> None:
+    def script(session: Session) -> None:
+        request = session.receive(wire.Generate)
+        session.send(accepted(request))
+        while True:
+            session.send(wire.Token(id=request.id, text="more and "))
+
+    def until_hung_up(session: Session) -> None:
+        with pytest.raises(OSError, match=r"Broken pipe|Connection reset"):
+            script(session)
+
+    with FakeDaemon(path, until_hung_up), command_line.start(path, "ask", "?", stdin=subprocess.DEVNULL) as process:
+        assert process.stdout.read(1) == b"m"
+        process.stdout.close()
+        assert process.wait(10) == 141
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_io_error(path: Path) -> None:
+    def script(session: Session) -> None:
+        request = session.receive(wire.Generate)
+        session.send(accepted(request), wire.Token(id=request.id, text="text"), done(request))
+
+    with FakeDaemon(path, script), Path("/dev/full").open("wb") as full:
+        ended = command_line.run(path, "ask", "?", stdout=full)
+    assert ended.returncode == 74
+    assert b"No space left" in ended.stderr
+    assert b"Traceback" not in ended.stderr
+
+
+def test_a_closed_standard_output_is_an_io_error(path: Path) -> None:
+    command = f"exec {sys.executable} -m mlxbc ask hi <&- >&-"
+    ended = subprocess.run(
+        ["sh", "-c", command], env=command_line.environment(path), stderr=subprocess.PIPE, check=False
+    )
+    assert ended.returncode == 74
+    assert b"standard output is closed" in ended.stderr
+
+
+# ------------------------------------------------------------ Ctrl-C
+
+
+def storyteller(session: Session) -> None:
+    request = session.receive(wire.Generate)
+    session.send(accepted(request), wire.Token(id=request.id, text="Once upon"))
+    assert session.receive(wire.Cancel).id == request.id
+    session.send(wire.Token(id=request.id, text=" a"), done(request, "cancelled"))
+
+
+def test_ctrl_c_cancels_and_keeps_the_text(path: Path) -> None:
+    with FakeDaemon(path, storyteller), command_line.start(path, "ask", "?", stdin=subprocess.DEVNULL) as process:
+        assert process.stdout.read(9) == b"Once upon"
+        command_line.interrupt(process)
+        assert process.stdout.read() == b" a\n"
+        assert process.stderr.read() == b""
+        assert process.wait(10) == 130
+
+
+def test_ctrl_c_works_from_the_keyboard_too(path: Path) -> None:
+    with FakeDaemon(path, storyteller), OnTerminal(path, "ask", "?") as terminal:
+        terminal.see("Once upon")
+        terminal.interrupt()
+        terminal.see(" a")
+        assert terminal.end() == 130
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_daemon(path: Path) -> None:
+    cancelled = threading.Event()
+
+    def script(session: Session) -> None:
+        request = session.receive(wire.Generate)
+        session.send(accepted(request), wire.Token(id=request.id, text="Once upon"))
+        session.receive(wire.Cancel)
+        cancelled.set()
+        session.until_gone()
+
+    with FakeDaemon(path, script), command_line.start(path, "ask", "?", stdin=subprocess.DEVNULL) as process:
+        assert process.stdout.read(9) == b"Once upon"
+        command_line.interrupt(process)
+        assert cancelled.wait(10)
+        command_line.interrupt(process)
+        assert process.wait(10) == 130
+
+
+def test_an_ignored_interrupt_stays_ignored(path: Path) -> None:
+    interrupted = threading.Event()
+
+    def script(session: Session) -> None:
+        request = session.receive(wire.Generate)
+        session.send(accepted(request), wire.Token(id=request.id, text="Once"))
+        assert interrupted.wait(10)
+        session.send(wire.Token(id=request.id, text=" upon"), done(request))
+
+    command = f"trap '' INT; exec {sys.executable} -m mlxbc ask hi"
+    with (
+        FakeDaemon(path, script),
+        subprocess.Popen(
+            ["sh", "-c", command],
+            env=command_line.environment(path),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+        ) as process,
+    ):
+        assert process.stdout.read(4) == b"Once"
+        command_line.interrupt(process)
+        interrupted.set()
+        assert process.stdout.read() == b" upon\n"
+        assert process.wait(10) == 0

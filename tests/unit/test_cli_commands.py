@@ -1,0 +1,293 @@
+"""The commands around `ask` and `chat`: what they ask of the daemon, and what they show."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import pytest
+from fake_daemon import FakeDaemon, Session
+
+from mlxbc import __version__, cli, wire
+from mlxbc.cli import exits, table
+
+
+@pytest.fixture
+def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the command looks for its daemon. Standard input is closed, so that no command waits for it."""
+    with TemporaryDirectory(prefix="mlxbc-", dir="/tmp") as directory:
+        socket = Path(directory) / "s"
+        monkeypatch.setenv("MLXBC_SOCKET", str(socket))
+        monkeypatch.setattr(sys, "stdin", None)
+        yield socket
+
+
+Output = Callable[[], tuple[str, str]]
+
+
+@pytest.fixture
+def output(capfd: pytest.CaptureFixture[str]) -> Output:
+    """What came out since the last call: standard output, standard error."""
+    return lambda: tuple(capfd.readouterr())  # type: ignore[return-value]
+
+
+PROCESS = wire.Process(
+    model="smollm2",
+    path="/m",
+    bytes=90_000_000,
+    dtype="float32",
+    context=8192,
+    kv_bytes=1_500,
+    running=0,
+    queued=2,
+    idle_s=75.0,
+    placement="continuous",
+)
+
+
+# ------------------------------------------------------------ the command itself
+
+
+def test_help_lists_every_command(output: Output) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    shown, _ = output()
+    for name in cli.COMMANDS:
+        assert f"\n  {name} " in shown
+
+
+def test_without_a_command_the_help_is_an_error(output: Output) -> None:
+    assert cli.main([]) == exits.USAGE
+    shown, complained = output()
+    assert shown == ""
+    assert "usage: mlxbc" in complained
+
+
+def test_version_is_told(output: Output) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert output()[0] == f"mlxbc {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("aks", "did you mean 'ask'?"), ("statsu", "'status'"), ("zzzzz", "mlxbc --help")]
+)
+def test_an_unknown_command_is_answered_with_the_nearest(name: str, hint: str, output: Output) -> None:
+    assert cli.main([name]) == exits.USAGE
+    assert hint in output()[1]
+
+
+@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - {"serve"}))
+def test_every_command_has_a_manual_with_examples_that_fits_a_terminal(
+    name: str, output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    shown, _ = output()
+    assert f"usage: mlxbc {name} " in shown
+    assert f"examples:\n  mlxbc {name}" in shown
+    assert "exit status:" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_every_command_is_a_module_that_says_what_it_owns(name: str) -> None:
+    module = importlib.import_module(f"mlxbc.cli.{name}")
+    assert (module.__doc__ or "").startswith(f"Owns `mlxbc {name}`")
+    assert callable(module.run)
+
+
+@pytest.mark.parametrize("name", ["status", "ps", "models", "load", "chat"])
+def test_without_a_daemon_one_line_says_how_to_start_it(path: Path, name: str, output: Output) -> None:
+    assert cli.main([name]) == exits.UNAVAILABLE
+    shown, complained = output()
+    assert shown == ""
+    assert complained.count("\n") == 1
+    assert "mlxbc serve --detach" in complained
+
+
+# ------------------------------------------------------------ looking
+
+
+def report(session: Session, **fields: object) -> None:
+    request = session.receive(wire.Status)
+    usual: dict[str, object] = {
+        "pid": 42,
+        "version": __version__,
+        "uptime_s": 3661.0,
+        "state": "ready",
+        "device": "cpu",
+        "connections": 1,
+        "running": 2,
+        "queued": 3,
+        "served": 4,
+        "failed": 5,
+        "generated_tokens": 600,
+        "memory_active": 1_234_000_000,
+        "memory_cache": 0,
+        "models": [PROCESS],
+    }
+    session.send(wire.StatusReport(id=request.id, **{**usual, **fields}))  # type: ignore[arg-type]
+
+
+def test_status_tells_a_person_how_the_daemon_is(path: Path, output: Output) -> None:
+    with FakeDaemon(path, lambda session: report(session, notes=["the BLAS is slow"])):
+        assert cli.main(["status"]) == 0
+    shown, _ = output()
+    assert shown.splitlines() == [
+        f"ready, pid 42, version {__version__}, up 1 h 1 min",
+        "device    cpu, 1.2 GB in use, 0 B spare",
+        "models    smollm2",
+        "requests  2 running, 3 queued, 4 served, 5 failed",
+        "tokens    600 generated",
+        "clients   1 connected",
+        "note      the BLAS is slow",
+    ]
+
+
+def test_status_notes_a_daemon_older_than_the_command(path: Path, output: Output) -> None:
+    with FakeDaemon(path, lambda session: report(session, version="0.0.9")):
+        cli.main(["status"])
+    assert "mlxbc stop && mlxbc serve --detach" in output()[0]
+
+
+def test_status_tells_a_program_everything(path: Path, output: Output) -> None:
+    with FakeDaemon(path, report):
+        assert cli.main(["status", "--json"]) == 0
+    assert msgspec.json.decode(output()[0], type=wire.StatusReport).models == [PROCESS]
+
+
+def test_ps_is_a_table(path: Path, output: Output) -> None:
+    busy = msgspec.structs.replace(PROCESS, model="org/mamba", running=1, placement="alone", reason="recurrent state")
+
+    def script(session: Session) -> None:
+        session.send(wire.ProcessList(id=session.receive(wire.Ps).id, models=[PROCESS, busy]))
+
+    with FakeDaemon(path, script):
+        assert cli.main(["ps"]) == 0
+    shown, _ = output()
+    assert shown.splitlines() == [
+        "NAME       SIZE     DTYPE    KV      CONTEXT  RUNNING  QUEUED  IDLE        BATCHING",
+        "smollm2    90.0 MB  float32  1.5 kB  8192     0        2       1 min 15 s  together",
+        "org/mamba  90.0 MB  float32  1.5 kB  8192     1        2       -           one at a time (recurrent state)",
+    ]
+
+
+def test_ps_of_no_models_is_its_header_and_an_empty_array(path: Path, output: Output) -> None:
+    def script(session: Session) -> None:
+        session.send(wire.ProcessList(id=session.receive(wire.Ps).id, models=[]))
+
+    with FakeDaemon(path, script):
+        cli.main(["ps"])
+        assert output()[0].count("\n") == 1
+        cli.main(["ps", "--json"])
+        assert output()[0] == "[]\n"
+
+
+def test_models_tells_what_can_be_loaded(path: Path, output: Output) -> None:
+    entries = [
+        wire.ModelEntry(name="smollm2", source="embedded", path="/m", bytes=90_000_000, resident=True, default=True),
+        wire.ModelEntry(name="org/big", source="hub", path="/h", bytes=8_000_000_000),
+    ]
+
+    def script(session: Session) -> None:
+        session.send(wire.ModelList(id=session.receive(wire.Models).id, models=entries))
+
+    with FakeDaemon(path, script):
+        assert cli.main(["models"]) == 0
+        shown, _ = output()
+        assert cli.main(["models", "--json"]) == 0
+        assert msgspec.json.decode(output()[0], type=list[wire.ModelEntry]) == entries
+    assert shown.splitlines() == [
+        "NAME     SIZE     SOURCE    STATE",
+        "smollm2  90.0 MB  embedded  resident, default",
+        "org/big  8.0 GB   hub       -",
+    ]
+
+
+def test_texts_are_tokenized_and_counted(path: Path, output: Output) -> None:
+    def script(session: Session) -> None:
+        tokenize = session.receive(wire.Tokenize)
+        assert (tokenize.text, tokenize.messages, tokenize.model) == ("Hello there", None, "tiny")
+        session.send(wire.Tokens(id=tokenize.id, tokens=[5, 66, 7]))
+
+    with FakeDaemon(path, script):
+        assert cli.main(["tokenize", "-m", "tiny", "Hello", "there"]) == 0
+    assert output()[0] == "5 66 7\n"
+
+
+def test_a_chat_is_counted_with_its_template(path: Path, output: Output) -> None:
+    def script(session: Session) -> None:
+        count = session.receive(wire.Count)
+        assert [(m.role, m.content) for m in count.messages or ()] == [("system", "Be brief."), ("user", "Hi")]
+        session.send(wire.Counted(id=count.id, count=17))
+
+    with FakeDaemon(path, script):
+        assert cli.main(["count", "--chat", "-s", "Be brief.", "Hi"]) == 0
+    assert output()[0] == "17\n"
+
+
+def test_a_system_prompt_without_a_template_is_a_usage_error(output: Output) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["count", "-s", "Be brief.", "Hi"])
+    assert ended.value.code == exits.USAGE
+    assert "--chat" in output()[1]
+
+
+# ------------------------------------------------------------ changing
+
+
+def test_loading_and_unloading_say_what_they_did(path: Path, output: Output) -> None:
+    def script(session: Session) -> None:
+        request = session.receive(wire.Load)
+        assert request.model == "tiny"
+        session.send(wire.Progress(id=request.id, phase="load", done=1, total=2))
+        session.send(wire.Loaded(id=request.id, model="tiny", bytes=2_000_000, seconds=0.42))
+
+    def unload(session: Session) -> None:
+        request = session.receive(wire.Unload)
+        session.send(wire.Unloaded(id=request.id, model=request.model))
+
+    with FakeDaemon(path, script):
+        assert cli.main(["load", "tiny"]) == 0
+    assert output() == ("loaded tiny (2.0 MB) in 0.4 s\n", "")
+    with FakeDaemon(path, unload):
+        assert cli.main(["unload", "tiny"]) == 0
+        assert output() == ("unloaded tiny\n", "")
+        assert cli.main(["unload", "-q", "tiny"]) == 0
+        assert output() == ("", "")
+
+
+def test_a_model_that_is_not_there_is_a_configuration_error(path: Path, output: Output) -> None:
+    def script(session: Session) -> None:
+        request = session.receive(wire.Load)
+        session.send(wire.Error(id=request.id, code="unknown_model", message="pull it first"))
+
+    with FakeDaemon(path, script):
+        assert cli.main(["load", "nobody/nothing"]) == exits.CONFIG
+    assert output() == ("", "mlxbc: pull it first\n")
+
+
+# ------------------------------------------------------------ figures
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (123_456_789, "123 MB"), (8_000_000_000, "8.0 GB")],
+)
+def test_sizes_are_short(count: int, text: str) -> None:
+    assert table.size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (61, "1 min 1 s"), (7260, "2 h 1 min"), (180_000, "2 d 2 h")]
+)
+def test_durations_are_their_two_largest_units(seconds: float, text: str) -> None:
+    assert table.duration(seconds) == text
