@@ -1,0 +1,27 @@
+"""Owns the daemon's error taxonomy: one exception whose code is a code of the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlxbc.wire import ErrorCode
+
+RETRYABLE: frozenset[str] = frozenset({"queue_full", "timeout", "shutting_down", "device_error", "out_of_memory"})
+
+
+class ServeError(Exception):
+    """A failure with a code of the wire and a message that says what to do about it."""
+
+    def __init__(self, code: ErrorCode, message: str, **data: Any) -> None:
+        super().__init__(message)
+        self.code: ErrorCode = code
+        self.message = message
+        self.data = data
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request may succeed later, unchanged."""
+        return self.code in RETRYABLE
+
+    def __repr__(self) -> str:
+        return f"ServeError({self.code}: {self.message})"

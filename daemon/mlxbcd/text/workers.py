@@ -1,0 +1,69 @@
+"""Owns the threads that text work runs in, so that a long text never holds up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, ParamSpec, TypeVar
+
+from mlxbcd.errors import ServeError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+INLINE_CHARACTERS: Final = 2048
+"""Text up to this length is worked on at once: it takes about a millisecond."""
+
+
+class TextWorkers:
+    """A small pool for tokenising, counting and rendering. Used from one event loop.
+
+    Args:
+        threads: how many long texts are worked on at once; more wait their turn.
+    """
+
+    def __init__(self, threads: int = 2) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="mlxbcd-text")
+        self._running: set[asyncio.Future[Any]] = set()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"TextWorkers({len(self._running)} running{', closed' if self._closed else ''})"
+
+    async def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function whose time follows from its strings' length: here if short, else in a thread.
+
+        Raises:
+            ServeError: shutting_down, after `close`.
+        """
+        length = sum(len(value) for value in (*args, *kwargs.values()) if isinstance(value, str))
+        if length > INLINE_CHARACTERS:
+            return await self.offload(function, *args, **kwargs)
+        self._check_open()
+        return function(*args, **kwargs)
+
+    async def offload(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function in a thread, whatever its arguments: rendering may take its whole time limit.
+
+        Cancelling drops the result; a function that has already begun runs to its end.
+
+        Raises:
+            ServeError: shutting_down, after `close`.
+        """
+        self._check_open()
+        future = asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return await future
+
+    async def close(self) -> None:
+        """Refuse new work, drop what hasn't begun, wait for what has."""
+        self._closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._pool.shutdown(wait=True)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ServeError("shutting_down", "the daemon is shutting down; try again in a moment")
