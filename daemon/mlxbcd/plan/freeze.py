@@ -1,0 +1,114 @@
+"""Owns freezing: from a request on the wire to the immutable one the engine runs, or a refusal that says why. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+from mlxbc import wire
+from mlxbcd.errors import ServeError
+from mlxbcd.plan.request import Request, Sampling
+
+
+def check(request: wire.Generate) -> None:
+    """What can be refused before any model is known.
+
+    Raises:
+        ServeError: bad_request.
+    """
+    _check_source("generate", "prompt", request.prompt, request)
+    if request.top_logprobs and not request.logprobs:
+        raise ServeError("bad_request", "top_logprobs needs logprobs: true")
+    if request.resume is not None and request.seed is None and _random(request):
+        raise ServeError("bad_request", "resume needs the seed that `accepted` told, or the draws would differ")
+
+
+def check_text(request: wire.Tokenize | wire.Count) -> None:
+    """The same for a request that only wants tokens.
+
+    Raises:
+        ServeError: bad_request.
+    """
+    _check_source("count" if isinstance(request, wire.Count) else "tokenize", "text", request.text, request)
+
+
+def _check_source(kind: str, field: str, text: str | None, request: wire.Generate | wire.Tokenize | wire.Count) -> None:
+    if (request.messages is None) == (text is None):
+        raise ServeError("bad_request", f"{kind} takes exactly one of messages and {field}")
+    if text is not None and request.template_options:
+        raise ServeError("bad_request", f"template_options need messages: a {field} goes through no template")
+
+
+def _random(request: wire.Generate) -> bool:
+    return request.temperature is None or request.temperature > 0
+
+
+def freeze(
+    request: wire.Generate,
+    tokens: list[int],
+    *,
+    seed: int,
+    eos: frozenset[int],
+    defaults: Mapping[str, Any],
+    context: int,
+    vocab_size: int,
+    max_tokens: int,
+) -> Request:
+    """The immutable request.
+
+    Args:
+        tokens: the prompt's ids.
+        seed: the request's own or one chosen for it.
+        defaults: sampling fields of the model's generation_config.json, by the wire's names.
+        context: tokens a row may hold.
+        vocab_size: width of the logits.
+        max_tokens: to generate where the request does not say.
+
+    Raises:
+        ServeError: bad_request or context_too_long.
+    """
+    if not tokens:
+        raise ServeError("bad_request", "the prompt is empty: it has no token to start from")
+    room = context - len(tokens)
+    if room < 1 or (request.max_tokens or 0) > room:
+        wanted = f" and max_tokens {request.max_tokens}" if request.max_tokens else ""
+        raise ServeError(
+            "context_too_long",
+            f"a prompt of {len(tokens)} tokens{wanted} does not fit the model's context of {context}; shorten it",
+            prompt=len(tokens),
+            context=context,
+        )
+    forced = tuple(request.resume.tokens) if request.resume is not None else ()
+    highest = max(chain(tokens, forced, request.logit_bias))
+    if highest >= vocab_size:
+        raise ServeError("bad_request", f"token id {highest} is outside the model's vocabulary of {vocab_size}")
+    limit = request.max_tokens or min(room, max_tokens)
+    if len(forced) > limit:
+        raise ServeError("bad_request", f"resume brings {len(forced)} tokens, more than the {limit} to generate")
+
+    def setting(name: str, fallback: float) -> Any:
+        asked = getattr(request, name)
+        return asked if asked is not None else defaults.get(name, fallback)
+
+    sampling = Sampling(
+        temperature=float(setting("temperature", 0.0)),
+        top_p=float(setting("top_p", 1.0)),
+        top_k=int(setting("top_k", 0)),
+        min_p=float(setting("min_p", 0.0)),
+        repetition_penalty=float(setting("repetition_penalty", 1.0)),
+        presence_penalty=float(setting("presence_penalty", 0.0)),
+        frequency_penalty=float(setting("frequency_penalty", 0.0)),
+        logit_bias=tuple(sorted(request.logit_bias.items())),
+        seed=seed,
+        logprobs=request.logprobs,
+        top_logprobs=request.top_logprobs,
+    )
+    return Request(
+        prompt=tuple(tokens),
+        max_tokens=limit,
+        eos=eos,
+        sampling=sampling,
+        stop=tuple(request.stop),
+        forced=forced,
+    )

@@ -1,0 +1,78 @@
+"""Owns the immutable request: everything that decides a result, validated and frozen at submit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a row's tokens are drawn. Values are in range: the wire has checked them.
+
+    Attributes:
+        temperature: 0 is greedy (no noise); the filters below then change nothing.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches this; 1 is off.
+        top_k: keep this many of the likeliest tokens; 0 is off.
+        min_p: keep tokens at least this fraction as likely as the likeliest; 0 is off.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the history; 1 is off.
+        presence_penalty: subtracted once from the logits of every token in the history; 0 is off.
+        frequency_penalty: subtracted per occurrence in the history; 0 is off.
+        logit_bias: (token id, added logit) pairs, sorted by id.
+        seed: with the draw's index it decides all randomness.
+        logprobs: report the log-probability of each sampled token.
+        top_logprobs: report this many likeliest alternatives as well.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        """No draw is random."""
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """The history changes the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One row to be: what to process, how to draw, and when to end.
+
+    Attributes:
+        prompt: token ids, at least one.
+        forced: token ids of an earlier run of the same request; processed like the prompt, but the first new draw has
+            index ``len(forced)`` and penalties count them as history.
+        max_tokens: draws to make in all, forced ones included.
+        eos: ids that end the row and have no text.
+        sampling: how tokens are drawn.
+        stop: strings that end the row where the text first contains one; matched off the device.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    eos: frozenset[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    forced: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("a request needs at least one prompt token")
+        if self.max_tokens < 1:
+            raise ValueError("a request needs at least one token to generate")
+
+    def __repr__(self) -> str:
+        resumed = f"+{len(self.forced)} forced" if self.forced else ""
+        return f"Request({len(self.prompt)}{resumed} prompt tokens, max {self.max_tokens}, {self.sampling})"
