@@ -1,0 +1,93 @@
+"""Owns building a model on the device thread: weights, seams, composition and executor of one directory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlxbcd.engine.executor import Executor
+from mlxbcd.errors import ServeError
+from mlxbcd.methods.autoregressive import Ahead
+from mlxbcd.model import zoo
+from mlxbcd.model.forward import Forward
+from mlxbcd.model.load import Cancelled, Loaded, context_length, load
+from mlxbcd.state.composition import inspect
+
+
+@dataclass(slots=True)
+class Built:
+    """One model on the device. Touch the executor on the device thread only; the rest are plain values.
+
+    Attributes:
+        dtype: of its activations.
+        bytes: of the weights.
+        context: tokens a row may hold.
+        vocab_size: width of the logits.
+        reason: why rows run alone; empty where they share a batch.
+    """
+
+    executor: Executor
+    dtype: str
+    bytes: int
+    context: int
+    vocab_size: int
+    reason: str
+
+    def __repr__(self) -> str:
+        placement = f"alone: {self.reason}" if self.reason else "continuous"
+        return f"Built({self.dtype}, {self.bytes / 1e6:.0f} MB, context {self.context}, {placement})"
+
+    def close(self) -> None:
+        """Let the weights go. On the device thread, once nobody else holds the executor."""
+        del self.executor
+        mx.clear_cache()
+
+
+def build(directory: Path, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> Built:
+    """Load a model directory and make it ready to run. On the device thread.
+
+    Raises:
+        ServeError: load_failed.
+    """
+    zoo.bind()
+    try:
+        loaded = load(directory, progress=progress, cancelled=cancelled)
+    except Cancelled:
+        raise ServeError("load_failed", f"the load of {directory.name} was given up: nobody waits for it") from None
+    try:
+        return _assemble(loaded)
+    except Exception as error:  # the zoo's own code, at its first forward
+        raise ServeError(
+            "load_failed", f"{directory.name} was loaded but cannot be run: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _assemble(loaded: Loaded) -> Built:
+    forward = Forward(loaded.model)
+    composition = inspect(loaded.model, str(loaded.config["model_type"]))
+    executor = Executor(forward, composition, _vocab_size(forward), _ahead())
+    return Built(
+        executor,
+        dtype=loaded.dtype,
+        bytes=loaded.bytes,
+        context=context_length(loaded.config),
+        vocab_size=executor.vocab_size,
+        reason=composition.reason,
+    )
+
+
+def _vocab_size(forward: Forward) -> int:
+    """Width of the logits, read off a graph that is built and never evaluated."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    hidden = forward.hidden(mx.zeros((1, 1), dtype=mx.int32), make_prompt_cache(forward.model))
+    return forward.head(hidden).shape[-1]
+
+
+def _ahead() -> Ahead:
+    """Where the CPU computes, a step submitted early takes a core from the host; elsewhere it hides the host's work."""
+    return Ahead.BUILD if sys.platform != "darwin" and mx.default_device().type == mx.DeviceType.cpu else Ahead.RUN

@@ -1,0 +1,262 @@
+"""Owns resident models: loaded once however many ask, kept in memory while in use, dropped on request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from mlxbcd.device import Device
+from mlxbcd.engine.engine import Engine
+from mlxbcd.engine.faults import DeviceFault
+from mlxbcd.engine.scheduler import Policy
+from mlxbcd.errors import ServeError
+from mlxbcd.residency.build import Built, build
+from mlxbcd.residency.names import Resolved, resolve
+from mlxbcd.text.template import ChatTemplate
+from mlxbcd.text.tokenizer import Tokenizer
+from mlxbcd.text.workers import TextWorkers
+
+log = logging.getLogger(__name__)
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Takes (done, total) bytes, on the loop's thread."""
+
+_MAX_ROWS: Final = 32
+
+
+@dataclass(slots=True)
+class Resident:
+    """A model in memory, with the engine that serves it.
+
+    Attributes:
+        loaded_s: seconds the load took.
+        users: those who are about to use it: see `Residency.use`.
+    """
+
+    source: Resolved
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    engine: Engine
+    built: Built
+    loaded_s: float
+    users: int = 0
+
+    def __repr__(self) -> str:
+        return f"Resident({self.name}, {self.built}, {self.engine.running} running, {self.users} users)"
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def busy(self) -> bool:
+        """Somebody needs it."""
+        return bool(self.users or self.engine.running or self.engine.queued)
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A load in progress and everyone who waits for it.
+
+    Attributes:
+        given_up: nobody wants it any more; read by the device thread between groups of weights.
+        done, total: bytes.
+    """
+
+    source: Resolved
+    task: asyncio.Task[None] = field(init=False)
+    watchers: list[Progress] = field(default_factory=list)
+    waiters: int = 0
+    given_up: bool = False
+    done: int = 0
+    total: int = 0
+
+    def __repr__(self) -> str:
+        return f"_Loading({self.source.name}, {self.waiters} waiting{', given up' if self.given_up else ''})"
+
+    def advance(self, done: int, total: int) -> None:
+        self.done, self.total = done, total
+        for watcher in list(self.watchers):
+            watcher(done, total)
+
+
+class Residency:
+    """The models of one daemon.
+
+    Args:
+        default: name of the model that None asks for; None takes the embedded one.
+        on_fault: told when the device can't be trusted any more.
+
+    Attributes:
+        models: the resident ones, by directory.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        workers: TextWorkers,
+        default: str | None,
+        on_fault: Callable[[DeviceFault], None],
+    ) -> None:
+        self.models: dict[Path, Resident] = {}
+        self._default = default
+        self._device = device
+        self._workers = workers
+        self._on_fault = on_fault
+        self._loading: dict[Path, _Loading] = {}
+        self._leaving: dict[Path, asyncio.Task[None]] = {}
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Residency({list(self.models.values())}, {list(self._loading.values())})"
+
+    @property
+    def loading(self) -> list[str]:
+        """Names of the models that are being loaded."""
+        return [loading.source.name for loading in self._loading.values()]
+
+    async def resolve(self, name: str | None) -> Resolved:
+        """What `name` means here and now.
+
+        Raises:
+            ServeError: unknown_model; load_failed for a file that can't be imported.
+        """
+        return await self._workers.offload(resolve, name or self._default)
+
+    def find(self, source: Resolved) -> Resident | None:
+        """The resident model of that source, if it is in memory."""
+        return self.models.get(source.path)
+
+    @contextlib.asynccontextmanager
+    async def use(self, source: Resolved, progress: Progress | None = None) -> AsyncIterator[Resident]:
+        """The resident model, loaded first if need be, and not unloaded inside the context.
+
+        There is one load however many wait for it. A waiter that is cancelled leaves; when the last one has, the load
+        is given up.
+
+        Raises:
+            ServeError: load_failed, shutting_down.
+        """
+        while (resident := self.models.get(source.path)) is None:
+            await self._wait(source, progress)
+        # Nothing was awaited since it was found, so nobody can have unloaded it.
+        resident.users += 1
+        try:
+            yield resident
+        finally:
+            resident.users -= 1
+
+    async def unload(self, source: Resolved) -> Resident:
+        """Drop a model from memory. Once begun it goes on, even if the caller is cancelled.
+
+        Raises:
+            ServeError: bad_request, it isn't resident or is in use.
+        """
+        resident = self.models.get(source.path)
+        if resident is None:
+            raise ServeError("bad_request", f"{source.name} is not loaded; `mlxbc ps` lists what is")
+        if resident.busy:
+            raise ServeError("bad_request", f"requests run on {resident.name}; cancel them or wait, then unload it")
+        del self.models[source.path]
+        leaving = asyncio.get_running_loop().create_task(self._close(resident), name=f"unload {source.name}")
+        self._leaving[source.path] = leaving
+        leaving.add_done_callback(lambda _: self._leaving.pop(source.path))
+        await asyncio.shield(leaving)
+        return resident
+
+    async def close(self) -> None:
+        """Load nothing more, give up what is being loaded, and drop everything."""
+        self._closed = True
+        for loading in self._loading.values():
+            loading.given_up = True
+        changing = [*(loading.task for loading in self._loading.values()), *self._leaving.values()]
+        await asyncio.gather(*changing, return_exceptions=True)
+        while self.models:
+            _, resident = self.models.popitem()
+            await self._close(resident)
+
+    async def _close(self, resident: Resident) -> None:
+        await resident.engine.close()
+        await self._device.run(resident.built.close)
+
+    # -- loading
+
+    async def _wait(self, source: Resolved, progress: Progress | None) -> None:
+        """Wait until something has changed about a model that isn't resident: load it, or let it leave first."""
+        if (leaving := self._leaving.get(source.path)) is not None:
+            await asyncio.wait([leaving])
+            return
+        loading = self._loading.get(source.path) or self._begin(source)
+        if loading.given_up:
+            # Its end is near, and the device does one thing at a time anyway.
+            await asyncio.wait([loading.task])
+            return
+        loading.waiters += 1
+        if progress is not None:
+            loading.watchers.append(progress)
+            if loading.total:
+                progress(loading.done, loading.total)
+        try:
+            await asyncio.shield(loading.task)
+        finally:
+            loading.waiters -= 1
+            if progress is not None:
+                loading.watchers.remove(progress)
+            if not loading.waiters:
+                loading.given_up = True
+
+    def _begin(self, source: Resolved) -> _Loading:
+        if self._closed:
+            raise ServeError("shutting_down", "the daemon is stopping; retry once it is back")
+        loading = self._loading[source.path] = _Loading(source)
+        loading.task = asyncio.get_running_loop().create_task(self._load(loading), name=f"load {source.name}")
+        # If every waiter has left, nobody fetches its exception, which is no reason to warn.
+        loading.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return loading
+
+    async def _load(self, loading: _Loading) -> None:
+        source, began = loading.source, time.monotonic()
+        try:
+            (tokenizer, template), built = await self._read(loading)
+            policy = Policy(max_rows=1 if built.reason else _MAX_ROWS)
+            engine = Engine(self._device, built.executor, policy, self._on_fault)
+            seconds = time.monotonic() - began
+            self.models[source.path] = Resident(source, tokenizer, template, engine, built, seconds)
+            log.info("loaded %s in %.1f s: %r", source.name, seconds, built)
+        finally:
+            del self._loading[source.path]
+
+    async def _read(self, loading: _Loading) -> tuple[tuple[Tokenizer, ChatTemplate], Built]:
+        """Tokenizer and weights, side by side: one needs a core, the other the disk. Either's failure ends both."""
+
+        def give_up(text: asyncio.Future[tuple[Tokenizer, ChatTemplate]]) -> None:
+            if text.cancelled() or text.exception() is not None:
+                loading.given_up = True
+
+        def report(done: int, total: int) -> None:
+            self._device.tell(loading.advance, done, total)
+
+        path = loading.source.path
+        text = asyncio.ensure_future(self._workers.offload(_text, path))
+        text.add_done_callback(give_up)
+        words, built = await asyncio.gather(
+            text, self._device.run(build, path, report, lambda: loading.given_up), return_exceptions=True
+        )
+        if isinstance(words, BaseException):
+            if isinstance(built, Built):
+                await self._device.run(built.close)
+            raise words
+        if isinstance(built, BaseException):
+            raise built
+        return words, built
+
+
+def _text(directory: Path) -> tuple[Tokenizer, ChatTemplate]:
+    tokenizer = Tokenizer.load(directory)
+    return tokenizer, ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
