@@ -1,0 +1,71 @@
+"""Owns how keys and values are written down and attended over: plain, or quantised by groups of a row's last axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import mlx.core as mx
+
+Parts: TypeAlias = tuple[mx.array, ...]
+"""Keys and values as a scheme stores them: arrays [rows, heads, positions, …]."""
+
+
+class Scheme(Protocol):
+    """One way to write keys and values down."""
+
+    def encode(self, keys: mx.array, values: mx.array) -> Parts:
+        """Keys and values [rows, heads, positions, dim] as parts."""
+        ...
+
+    def attend(self, queries: mx.array, parts: Parts, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+        """Attention of queries [rows, query heads, N, dim] over parts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Keys and values as they come: two parts."""
+
+    def encode(self, keys: mx.array, values: mx.array) -> Parts:
+        return keys, values
+
+    def attend(self, queries: mx.array, parts: Parts, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+        keys, values = parts
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """Affine quantisation along the head dimension: six parts (packed, scales, biases of keys, then of values)."""
+
+    bits: int
+    group_size: int
+
+    def encode(self, keys: mx.array, values: mx.array) -> Parts:
+        packed = [mx.quantize(array, group_size=self.group_size, bits=self.bits) for array in (keys, values)]
+        return tuple(part for parts in packed for part in parts)
+
+    def attend(self, queries: mx.array, parts: Parts, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+        if sinks is not None:
+            raise ValueError("attention sinks are not defined over quantised keys")
+        rows, heads, width, dim = queries.shape
+        kv_heads = parts[0].shape[1]
+        grouped = heads != kv_heads
+        scaled = queries * scale
+        if grouped:
+            # Query heads of one group share keys: a further axis that broadcasts against the parts.
+            scaled = scaled.reshape(rows, kv_heads, heads // kv_heads, width, dim)
+            parts = tuple(part[:, :, None] for part in parts)
+        options = {"group_size": self.group_size, "bits": self.bits}
+        scores = mx.quantized_matmul(scaled, *parts[:3], transpose=True, **options)
+        if isinstance(mask, str):
+            reach = scores.shape[-1]
+            mask = mx.arange(reach)[None] <= mx.arange(reach - width, reach)[:, None]
+        elif mask is not None and grouped:
+            mask = mask[:, :, None]
+        if mask is not None:
+            scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+        weights = mx.softmax(scores, axis=-1, precise=True)
+        out = mx.quantized_matmul(weights, *parts[3:], transpose=False, **options)
+        return out.reshape(rows, heads, width, -1)
