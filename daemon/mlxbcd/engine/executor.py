@@ -1,0 +1,204 @@
+"""Owns the device side of one model's engine: it carries out iterations, and only plain values leave it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import mlx.core as mx
+
+from mlxbcd.engine.faults import classify
+from mlxbcd.engine.runner import PieceCost, Report
+from mlxbcd.engine.scheduler import Iteration, Piece
+from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Row
+from mlxbcd.methods.events import Emit, Event, Failed, Prefilled
+from mlxbcd.model.forward import Forward, Group
+from mlxbcd.plan.request import Request
+from mlxbcd.sampling.sampler import Draw, RowSampler, sample
+from mlxbcd.state.alone import AloneRow
+from mlxbcd.state.composition import Composition
+from mlxbcd.state.geometry import Key
+from mlxbcd.state.rows import COLD, Joiner, Rows, commit
+
+log = logging.getLogger(__name__)
+
+_CLEAR_EVERY_STEPS: Final = 256
+
+
+@dataclass(slots=True)
+class Preparing:
+    """A row that isn't in the decode group yet, with a state of its own.
+
+    Attributes:
+        tokens: prompt and forced tokens.
+        position: how many of them are processed. With all of them the first sample is out, and the row joins before
+            the next decode step.
+    """
+
+    row: Row
+    tokens: tuple[int, ...]
+    state: Rows | AloneRow
+    position: int = 0
+
+    def __repr__(self) -> str:
+        return f"Preparing({self.row.key}: {self.position}/{len(self.tokens)})"
+
+
+@dataclass(slots=True)
+class Executor:
+    """Runs iterations of one loaded model. Every method is for the device thread.
+
+    Attributes:
+        vocab_size: width of the model's logits.
+    """
+
+    forward: Forward
+    composition: Composition
+    vocab_size: int
+    ahead: Ahead
+    _group: DecodeGroup = field(init=False)
+    _preparing: dict[Key, Preparing] = field(default_factory=dict, init=False)
+    _ready: dict[Key, Preparing] = field(default_factory=dict, init=False)
+    _steps: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        state = Rows(self.composition) if self.composition.batches else None
+        self._group = DecodeGroup(self.forward, state, self.ahead)
+
+    def __repr__(self) -> str:
+        return f"Executor({self._group}, {list(self._preparing.values())}, ready {list(self._ready)})"
+
+    def iterate(
+        self,
+        iteration: Iteration,
+        start: Sequence[tuple[Key, Request]],
+        leave: Sequence[Key],
+        emit: Emit,
+    ) -> Report:
+        """See `Runner.iterate`."""
+        if leave:
+            self._let_leave(leave, emit)
+        for key, request in start:
+            self._start(key, request, emit)
+        if self._ready:
+            self._let_join(emit)
+        if iteration.decode:
+            self._decode(emit)
+        piece = None
+        if iteration.piece is not None and iteration.piece.key in self._preparing:
+            piece = self._prefill(iteration.piece, emit)
+        rows = (*self._preparing.values(), *self._ready.values())
+        return Report(
+            steps=tuple(self._group.timings()),
+            piece=piece,
+            running=(*self._group.keys, *self._ready),
+            kv_bytes=self._group.nbytes + sum(preparing.state.nbytes for preparing in rows),
+            active_bytes=mx.get_active_memory(),
+            cache_bytes=mx.get_cache_memory(),
+        )
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self._group.discard()
+        self._preparing.clear()
+        self._ready.clear()
+        mx.clear_cache()
+
+    def _start(self, key: Key, request: Request, emit: Emit) -> None:
+        tokens = (*request.prompt, *request.forced)
+        drawn = len(request.forced)
+        try:
+            row = Row(key, request, RowSampler(request.sampling, tokens, self.vocab_size, drawn), drawn=drawn)
+            state: Rows | AloneRow
+            if self.composition.batches:
+                state = Rows(self.composition)
+                commit(state.prepare(join=[Joiner(key, COLD, len(tokens))]))
+            else:
+                state = AloneRow(self.composition, key)
+        except Exception as error:
+            self._fail([key], error, emit)
+        else:
+            self._preparing[key] = Preparing(row, tokens, state)
+
+    def _let_leave(self, keys: Sequence[Key], emit: Emit) -> None:
+        for key in keys:
+            self._preparing.pop(key, None)
+            self._ready.pop(key, None)
+        self._guard(lambda: self._group.leave(keys, emit), emit)
+
+    def _let_join(self, emit: Emit) -> None:
+        """Move the rows whose prompt is processed into the decode group; one that can't join fails alone."""
+        self._guard(lambda: self._group.settle(emit), emit)
+        for key, preparing in self._ready.items():
+            try:
+                if isinstance(preparing.state, AloneRow):
+                    self._group.adopt(preparing.row, preparing.state)
+                else:
+                    length = preparing.state.lengths[key]
+                    self._group.join(preparing.row, Joiner(key, preparing.state.read(key), length + 1))
+            except Exception as error:
+                self._fail([key], error, emit)
+        self._ready.clear()
+
+    def _decode(self, emit: Emit) -> None:
+        self._guard(lambda: self._group.step(emit), emit)
+        self._steps += 1
+        if self._steps % _CLEAR_EVERY_STEPS == 0:
+            self._guard(lambda: self._group.settle(emit), emit)
+            mx.clear_cache()
+
+    def _prefill(self, piece: Piece, emit: Emit) -> PieceCost | None:
+        preparing = self._preparing[piece.key]
+        row, context = preparing.row, preparing.position
+        try:
+            draw, written = self._advance(preparing, piece.width)
+            self._guard(self._group.wait, emit)
+            began = time.perf_counter()
+            samples = draw.read() if draw is not None else []
+            mx.eval(written)
+            seconds = time.perf_counter() - began
+        except Exception as error:
+            del self._preparing[piece.key]
+            self._fail([piece.key], error, emit)
+            return None
+        if piece.ends:
+            # Decode has no use for activations of that size, and whatever was submitted has been computed by now.
+            mx.clear_cache()
+        events: list[Event] = [Prefilled(row.key, preparing.position)]
+        if samples:
+            del self._preparing[piece.key]
+            events.append(row.take(samples[0]))
+            if not row.ended:
+                self._ready[row.key] = preparing
+        emit(events)
+        return PieceCost(piece.width, context, seconds)
+
+    def _advance(self, preparing: Preparing, width: int) -> tuple[Draw | None, list[mx.array]]:
+        """Build the graph of the next `width` prompt tokens: the first sample if they are the last, and the state."""
+        begin, end = preparing.position, preparing.position + width
+        turn = preparing.state.begin(width)
+        ids = mx.array([preparing.tokens[begin:end]], dtype=mx.int32)
+        (hidden,) = self.forward.run([Group(ids, turn.caches)])
+        draw = None
+        if end == len(preparing.tokens):
+            draw = sample(self.forward.head(hidden[:, -1:])[:, -1], [preparing.row.sampler])
+        written = turn.arrays()
+        turn.resolve()
+        preparing.position = end
+        return draw, written
+
+    def _guard(self, work: Callable[[], None], emit: Emit) -> None:
+        """Do a piece of the decode group's work; if it raises, the group's rows fail and its state is let go."""
+        try:
+            work()
+        except Exception as error:
+            self._fail(self._group.discard(), error, emit)
+
+    def _fail(self, keys: Sequence[Key], error: Exception, emit: Emit) -> None:
+        failure = classify(error)
+        if failure is not error:
+            log.error("the forward of rows %s failed", list(keys), exc_info=error)
+        emit([Failed(key, failure) for key in keys])

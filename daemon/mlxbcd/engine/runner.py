@@ -1,0 +1,65 @@
+"""Owns the seam between the engine's loop and the device: what an iteration is given, and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mlxbcd.engine.scheduler import Iteration
+from mlxbcd.methods.events import Emit
+from mlxbcd.plan.request import Request
+from mlxbcd.state.geometry import Key
+
+
+@dataclass(frozen=True, slots=True)
+class PieceCost:
+    """What a prefill forward took: `seconds` for `width` tokens that follow `context` others."""
+
+    width: int
+    context: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an iteration cost, and what is left on the device after it.
+
+    Attributes:
+        steps: (rows, seconds) of each decode step computed in it.
+        piece: its prefill forward, if there was one.
+        running: rows in decode or about to join it.
+        kv_bytes: bytes of all row states.
+        active_bytes, cache_bytes: what MLX's allocator says.
+    """
+
+    steps: tuple[tuple[int, float], ...] = ()
+    piece: PieceCost | None = None
+    running: tuple[Key, ...] = ()
+    kv_bytes: int = 0
+    active_bytes: int = 0
+    cache_bytes: int = 0
+
+
+class Runner(Protocol):
+    """What the engine drives, one call at a time, on the device thread."""
+
+    def iterate(
+        self,
+        iteration: Iteration,
+        start: Sequence[tuple[Key, Request]],
+        leave: Sequence[Key],
+        emit: Emit,
+    ) -> Report:
+        """Let rows leave and enter, then run the iteration's groups; tell `emit` as soon as something is known.
+
+        A fault of rows is told through `emit` and isn't raised.
+
+        Raises:
+            DeviceFault: the device can't be trusted any more.
+        """
+        ...
+
+    def close(self) -> None:
+        """Drop all state."""
+        ...

@@ -1,0 +1,247 @@
+"""Owns plain decoding of a group of rows: one token per row and step, the next step built before the last is read.
+
+Step n + 1 takes step n's samples from the device, so its graph can be built, and submitted, before the host has seen
+them. Two modes share the loop: *run ahead* submits n + 1 while n runs; *build ahead* only builds it and submits once n
+is done. Either way only the sampled tokens are submitted: naming a state array there would keep it alive past its
+next write and turn that write into a copy of the whole buffer.
+
+What is in flight is tentative: a row that ends drops its sample, and whenever membership or order changes the flight is
+read first, so the next step starts from tokens known to the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+import mlx.core as mx
+
+from mlxbcd.errors import ServeError
+from mlxbcd.methods.events import Drawn, Emit, End, Event, Failed
+from mlxbcd.model.forward import Forward, Group
+from mlxbcd.plan.request import Request
+from mlxbcd.sampling.sampler import Draw, RowSampler, Sample, sample
+from mlxbcd.state.alone import AloneRow
+from mlxbcd.state.geometry import Key
+from mlxbcd.state.rows import Joiner, Rows, commit
+
+
+class Ahead(Enum):
+    """How far the next step gets before the last one is read."""
+
+    RUN = "run"
+    BUILD = "build"
+
+
+@dataclass(slots=True)
+class Row:
+    """A row's device side.
+
+    Attributes:
+        sampler: draws its tokens; its index counts draws made, those in flight included.
+        pending: newest sample read, the input of its next forward.
+        drawn: samples read so far, forced tokens included.
+        ended: it draws no more.
+        poisoned: its logits held NaN or Inf, so its slot must be cleaned when it leaves.
+    """
+
+    key: Key
+    request: Request
+    sampler: RowSampler
+    pending: int = -1
+    drawn: int = 0
+    ended: bool = False
+    poisoned: bool = False
+
+    def take(self, sample: Sample) -> Event:
+        """Read a sample, and tell by the precedence of one token whether the row ends with it."""
+        self.drawn += 1
+        self.pending = sample.token
+        if not sample.finite:
+            self.ended = self.poisoned = True
+            message = "the model's output for this request held NaN or infinity, so it was ended; retry it"
+            return Failed(self.key, ServeError("device_error", message))
+        end: End | None = None
+        if sample.token in self.request.eos:
+            end = "stop"
+        elif self.drawn >= self.request.max_tokens:
+            end = "length"
+        self.ended = end is not None
+        return Drawn(self.key, sample, end)
+
+    @property
+    def exhausted(self) -> bool:
+        """Every token it may draw has been drawn, though perhaps not read."""
+        return self.ended or self.sampler.index >= self.request.max_tokens
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step whose samples are not read yet.
+
+    Attributes:
+        submitted_at: when the device was given it; None while it is only a graph.
+        timed: its time has been taken.
+    """
+
+    rows: tuple[Row, ...]
+    draw: Draw
+    submitted_at: float | None = None
+    timed: bool = False
+
+    def submit(self) -> None:
+        """Start computing, unless that has been done."""
+        if self.submitted_at is None:
+            self.submitted_at = time.perf_counter()
+            mx.async_eval(*self.draw.arrays)  # type: ignore[no-untyped-call]
+
+
+class DecodeGroup:
+    """Rows that decode together.
+
+    If a method raises, what is in flight is lost: `discard` the group's rows then, unless the method says otherwise.
+
+    Args:
+        forward: the model.
+        state: an empty collection, or None for a model whose rows run alone (then `adopt` brings the state).
+    """
+
+    def __init__(self, forward: Forward, state: Rows | None, ahead: Ahead) -> None:
+        self._forward = forward
+        self._state: Rows | AloneRow | None = state
+        self._ahead = ahead
+        self._rows: dict[Key, Row] = {}
+        self._flight: _Flight | None = None
+        self._timings: list[tuple[int, float]] = []
+        self._free_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"DecodeGroup({list(self._rows)}, {'in flight' if self._flight else 'settled'})"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def keys(self) -> list[Key]:
+        return list(self._rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the group's state."""
+        return self._state.nbytes if self._state is not None else 0
+
+    def join(self, row: Row, joiner: Joiner) -> None:
+        """Take in a row whose prompt is processed and whose first sample is its pending token. Settle before.
+
+        A failure leaves the running rows as they were.
+        """
+        assert isinstance(self._state, Rows)
+        assert self._flight is None
+        commit(self._state.prepare(join=[joiner]))
+        self._rows[row.key] = row
+
+    def adopt(self, row: Row, state: AloneRow) -> None:
+        """Take over a row that runs alone, with its state."""
+        assert not self._rows, "a row that runs alone can't join others"
+        self._state = state
+        self._rows[row.key] = row
+
+    def leave(self, keys: Iterable[Key], emit: Emit) -> None:
+        """Drop rows between steps. Unknown keys are ignored."""
+        leaving = [key for key in keys if key in self._rows]
+        if leaving:
+            self.settle(emit)
+            # One that ended with the step just read has gone already.
+            self._drop([key for key in leaving if key in self._rows])
+
+    def settle(self, emit: Emit) -> None:
+        """Read what is in flight, then drop the rows that have ended: nothing of the group runs any more."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._deliver(flight, emit)
+        self._drop([key for key, row in self._rows.items() if row.ended])
+
+    def step(self, emit: Emit) -> None:
+        """One decode step: build the next one, then read the one in flight (see `Ahead`)."""
+        if any(row.exhausted for row in self._rows.values()) or self._unsettled():
+            self.settle(emit)
+        if not self._rows:
+            return
+        last, self._flight = self._flight, None
+        ahead = self._build(last)
+        if last is None or self._ahead is Ahead.RUN:
+            ahead.submit()
+        if last is not None:
+            self._deliver(last, emit)
+            if all(row.ended for row in ahead.rows) and ahead.submitted_at is None:
+                # Nobody wants what was built ahead.
+                self._drop([row.key for row in ahead.rows])
+                return
+            ahead.submit()
+        self._flight = ahead
+
+    def wait(self) -> None:
+        """Wait until what is in flight has been computed, so that whatever comes next has the device to itself."""
+        if self._flight is not None:
+            self._time(self._flight)
+
+    def timings(self) -> list[tuple[int, float]]:
+        """(rows, seconds) of each step that was computed since the last call."""
+        timings, self._timings = self._timings, []
+        return timings
+
+    def discard(self) -> list[Key]:
+        """Let all rows and their state go without reading anything; the keys they had."""
+        keys = list(self._rows)
+        self._flight = None
+        self._rows.clear()
+        self._state = self._state.successor() if isinstance(self._state, Rows) else None
+        return keys
+
+    def _unsettled(self) -> bool:
+        return self._state is not None and self._state.unsettled(1)
+
+    def _build(self, last: _Flight | None) -> _Flight:
+        state = self._state
+        assert state is not None
+        turn = state.begin(1)
+        rows = tuple(self._rows[key] for key in state.order)
+        if last is None:
+            ids = mx.array([[row.pending] for row in rows], dtype=mx.int32)
+        else:
+            ids = last.draw.tokens[:, None]
+        (hidden,) = self._forward.run([Group(ids, turn.caches)])
+        turn.resolve()
+        logits = self._forward.head(hidden)[:, -1]
+        return _Flight(rows, sample(logits, [row.sampler for row in rows]))
+
+    def _deliver(self, flight: _Flight, emit: Emit) -> None:
+        self._time(flight)
+        # A row that ended with the step before this one draws no more.
+        events = [row.take(drawn) for row, drawn in zip(flight.rows, flight.draw.read(), strict=True) if not row.ended]
+        if events:
+            emit(events)
+
+    def _time(self, flight: _Flight) -> None:
+        """Take a step's time: since it was submitted, or since the work before it was done."""
+        if flight.timed:
+            return
+        assert flight.submitted_at is not None
+        mx.eval(*flight.draw.arrays)
+        now = time.perf_counter()
+        self._timings.append((len(flight.rows), now - max(flight.submitted_at, self._free_at)))
+        self._free_at = now
+        flight.timed = True
+
+    def _drop(self, keys: list[Key]) -> None:
+        if not keys:
+            return
+        for key in keys:
+            if self._rows.pop(key).poisoned and isinstance(self._state, Rows):
+                self._state.scrub(key)
+        if isinstance(self._state, Rows):
+            commit(self._state.prepare(keep=self._rows))
+        elif not self._rows:
+            self._state = None

@@ -1,0 +1,136 @@
+"""Owns the replies that wait for a client that doesn't read: in order, each request's text joined. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from mlxbc import wire
+
+JOINED: Final = 256 * 1024
+"""Bytes after which a joined token frame is left as it is, so that no client's frame limit is ever near."""
+
+_ENTRY: Final = 128
+_ID: Final = 40
+_LOGPROB: Final = 256
+"""What a queue entry, a token id and a logprob cost in memory, roughly, beside the text itself."""
+
+
+class Backlog:
+    """A queue of replies in which consecutive token frames of one request and channel become one.
+
+    Frames of one request keep their order, as do frames of different requests, except that text joins what
+    is already queued of its own request.
+
+    Args:
+        encode: makes the bytes of a frame.
+
+    Attributes:
+        text: bytes that generated text holds here.
+        replies: bytes that all other replies hold here.
+    """
+
+    def __init__(self, encode: Callable[[wire.Reply], bytes]) -> None:
+        self.text = 0
+        self.replies = 0
+        self._encode = encode
+        self._queue: deque[bytes | _Joined] = deque()
+        self._last: dict[int, _Joined] = {}
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __repr__(self) -> str:
+        return f"Backlog({len(self)} frames, {self.text} bytes of text, {self.replies} of other replies)"
+
+    @property
+    def held(self) -> int:
+        """Bytes held in all."""
+        return self.text + self.replies
+
+    def push(self, message: wire.Reply) -> None:
+        """Add a reply at the end.
+
+        Raises:
+            FrameError: it is too long for a frame.
+        """
+        if isinstance(message, wire.Token):
+            self._push_token(message)
+            return
+        request = getattr(message, "id", None)
+        if request is not None:
+            self._last.pop(request, None)
+        data = self._encode(message)
+        self._queue.append(data)
+        self.replies += _ENTRY + len(data)
+
+    def _push_token(self, token: wire.Token) -> None:
+        last = self._last.get(token.id)
+        if last is None or last.channel != token.channel or last.size >= JOINED:
+            last = self._last[token.id] = _Joined(token)
+            self._queue.append(last)
+            self.text += last.size
+        else:
+            self.text += last.join(token)
+
+    def pop(self) -> bytes:
+        """Take the oldest frame."""
+        oldest = self._queue.popleft()
+        if isinstance(oldest, bytes):
+            self.replies -= _ENTRY + len(oldest)
+            return oldest
+        self.text -= oldest.size
+        if self._last.get(oldest.id) is oldest:
+            del self._last[oldest.id]
+        return self._encode(oldest.token())
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._queue.clear()
+        self._last.clear()
+        self.text = self.replies = 0
+
+
+class _Joined:
+    """Consecutive tokens of one request and channel. Its text is UTF-8, so that joining never copies it."""
+
+    __slots__ = ("_ids", "_logprobs", "_n", "_text", "channel", "id", "size")
+
+    def __init__(self, token: wire.Token) -> None:
+        self.id = token.id
+        self.channel = token.channel
+        self.size = _ENTRY
+        self._text = bytearray()
+        self._n = 0
+        self._ids: list[int] = []
+        self._logprobs: list[wire.TokenLogprob] = []
+        self.join(token)
+
+    def __repr__(self) -> str:
+        return f"_Joined(id {self.id}, {self._n} tokens, {self.size} bytes)"
+
+    def join(self, token: wire.Token) -> int:
+        """Add a token frame; the bytes that it costs."""
+        text = token.text.encode()
+        self._text += text
+        self._n += token.n
+        cost = len(text)
+        if token.ids:
+            self._ids += token.ids
+            cost += _ID * len(token.ids)
+        if token.logprobs:
+            self._logprobs += token.logprobs
+            cost += _LOGPROB * sum(1 + len(logprob.top) for logprob in token.logprobs)
+        self.size += cost
+        return cost
+
+    def token(self) -> wire.Token:
+        return wire.Token(
+            id=self.id,
+            text=self._text.decode(),
+            n=self._n,
+            channel=self.channel,
+            ids=self._ids,
+            logprobs=self._logprobs,
+        )

@@ -1,0 +1,129 @@
+"""Owns starting a daemon in the background: the parent's side of `--detach` and `--wait`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from mlxbc import wire
+from mlxbc.framing import Codec, FrameError, Inbound, frame
+from mlxbcd import __version__
+from mlxbcd.serve.logs import make_private
+from mlxbcd.serve.peer import peer_of
+
+TAIL: Final = 20
+"""Lines of the log that are shown when the daemon didn't come up."""
+
+_POLL_S: Final = 0.02
+_OTHER_S: Final = 5.0
+"""How long a daemon that was faster than ours may take to listen."""
+
+
+def detach(command: Sequence[str], path: Path, log: Path, *, wait: bool) -> int:
+    """Start `command`, a daemon that will listen on `path` and log to `log`, in a session of its own.
+
+    Prints the process id of the daemon that serves `path`: the new one, or one that was there already. With
+    `wait` that happens when it answers; if it dies before, the end of its log goes to stderr.
+
+    Returns:
+        An exit code: 0 if a daemon was started or found and, with `wait`, answers.
+
+    Raises:
+        OSError: the log can't be written, or the command not be run.
+    """
+    running = _listener(path)
+    if running is not None:
+        _say(f"already running on {path} (pid {running})")
+        if wait and _ask(path) is None:
+            _say("but it does not answer")
+            return os.EX_UNAVAILABLE
+        return _print(running)
+    make_private(log)
+    start = log.stat().st_size
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    if not wait:
+        return _print(child.pid)
+    pid = _await_answer(child, path)
+    if pid is not None:
+        return _print(pid)
+    _say(f"the daemon ended with code {child.returncode} before it answered; from its log ({log}):")
+    sys.stderr.write(_tail(log, start))
+    return child.returncode or os.EX_SOFTWARE
+
+
+def _await_answer(child: subprocess.Popen[bytes], path: Path) -> int | None:
+    """The id of the daemon that answers: ours, or one that was faster; None if ours died without one."""
+    given_up = None
+    while True:
+        pid = _ask(path)
+        if pid is not None:
+            if pid != child.pid:
+                # Ours has nothing to do, unless the other one ends before it notices: then nobody would know of it.
+                child.terminate()
+                child.wait()
+            return pid
+        if child.poll() is not None:
+            # Code 0 says that another daemon got there first; it may not have bound its socket yet.
+            given_up = given_up or time.monotonic() + (_OTHER_S if child.returncode == 0 else 0)
+            if time.monotonic() >= given_up:
+                return None
+        time.sleep(_POLL_S)
+
+
+def _ask(path: Path) -> int | None:
+    """Say hello and wait for the answer; the daemon's process id, or None if there is no answer.
+
+    A daemon listens before it has loaded anything, so this can take long; but if it dies, the connection
+    ends.
+    """
+    replies: Inbound[wire.Reply] = Inbound(wire.Reply, codec=Codec.MSGPACK)
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(os.fspath(path))
+            connection.sendall(frame(_hello(), Codec.MSGPACK))
+            while data := connection.recv(65536):
+                for reply in replies.feed(data):
+                    return reply.pid if isinstance(reply, wire.Welcome) else None
+        except (OSError, FrameError):
+            pass
+    return None
+
+
+def _hello() -> wire.Hello:
+    return wire.Hello(proto=wire.PROTOCOL, client="mlxbcd", version=__version__)
+
+
+def _listener(path: Path) -> int | None:
+    """The id of the process that listens on `path`, if one does."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(os.fspath(path))
+            return peer_of(connection).pid
+        except OSError:
+            return None
+
+
+def _tail(log: Path, start: int) -> str:
+    """The last lines that were logged since the file had `start` bytes."""
+    with log.open("rb") as file:
+        file.seek(min(start, log.stat().st_size))
+        lines = file.read().decode(errors="replace").splitlines(keepends=True)
+    return "".join(lines[-TAIL:])
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"mlxbcd: {text}\n")
+
+
+def _print(pid: int) -> int:
+    sys.stdout.write(f"{pid}\n")
+    return os.EX_OK

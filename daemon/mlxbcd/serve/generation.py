@@ -1,0 +1,285 @@
+"""Owns one generation from the wire's side: samples become text frames, and the request gets its one terminal frame."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from mlxbc import wire
+from mlxbcd.engine.engine import Engine
+from mlxbcd.errors import ServeError
+from mlxbcd.methods.events import End
+from mlxbcd.plan.request import Request
+from mlxbcd.sampling.sampler import Sample
+from mlxbcd.serve.replies import error_reply
+from mlxbcd.state.geometry import Key
+from mlxbcd.text.channels import ChannelSplitter
+from mlxbcd.text.detokenizer import Detokenizer
+from mlxbcd.text.stops import StopMatcher
+from mlxbcd.text.tokenizer import Tokenizer
+
+PROGRESS_S: Final = 0.25
+"""Progress frames of one request come no closer than this."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """When a request reached its stages, in seconds of the monotonic clock."""
+
+    arrived: float = field(default_factory=time.monotonic)
+    loaded: float | None = None
+    queued: float | None = None
+    started: float | None = None
+    first: float | None = None
+
+    def timings(self) -> wire.Timings:
+        """Spans in milliseconds; a stage never reached counts nothing."""
+        now = time.monotonic()
+
+        def span(begin: float | None, end: float | None) -> float:
+            return 0.0 if begin is None else round(((now if end is None else end) - begin) * 1e3, 3)
+
+        return wire.Timings(
+            queue=span(self.queued, self.started),
+            load=0.0 if self.loaded is None else span(self.arrived, self.loaded),
+            prefill=span(self.started, self.first),
+            first_token=0.0 if self.first is None else span(self.arrived, self.first),
+            decode=span(self.first, None),
+        )
+
+
+class TextStage:
+    """Tokens in, pieces of text out: detokenising, stop strings and channels of one output.
+
+    What comes out depends on the tokens alone, so an output resumed from its token ids emits exactly what is missing.
+
+    Attributes:
+        hit: the stop string that ended the text, once one has.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], *, inside: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopMatcher(stop)
+        self._channels = ChannelSplitter(tokenizer.reasoning, inside=inside)
+        self.hit: str | None = None
+
+    @classmethod
+    def resumed(cls, tokenizer: Tokenizer, request: Request, *, inside: bool) -> TextStage:
+        """The stage of a request whose forced tokens are text that the client has."""
+        stage = cls(tokenizer, request.stop, inside=inside)
+        for token in request.forced:
+            stage.push(token)
+        return stage
+
+    def push(self, token: int) -> list[tuple[wire.Channel, str]]:
+        """Text that is now final, by channel. After a stop string was hit, nothing more."""
+        return self._cut(self._detokenizer.push(token))
+
+    def finish(self) -> list[tuple[wire.Channel, str]]:
+        """What was held back."""
+        if self.hit is not None:
+            return self._channels.finish()
+        out = self._cut(self._detokenizer.finish())
+        if self.hit is None:
+            out += self._channels.push(self._stops.finish())
+        return out + self._channels.finish()
+
+    def _cut(self, text: str) -> list[tuple[wire.Channel, str]]:
+        if self.hit is not None or not text:
+            return []
+        text, self.hit = self._stops.push(text)
+        return self._channels.push(text)
+
+
+@dataclass(slots=True)
+class _Unsent:
+    """Tokens drawn since the last frame; their text may still be on its way."""
+
+    n: int = 0
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[wire.TokenLogprob] = field(default_factory=list)
+
+
+class Generation:
+    """A running generation: the engine's listener and the session's job.
+
+    Everything here runs on the loop's thread. `reply` may call back into `cancel`.
+
+    Args:
+        reply: takes the frames.
+        forget: called once, before the terminal frame is sent.
+
+    Attributes:
+        generated: tokens drawn, forced ones and the end token included.
+        ended_with: why it ended (a finish reason or an error's code); None while it runs.
+    """
+
+    def __init__(
+        self,
+        request: wire.Generate,
+        reply: Callable[[wire.Reply], None],
+        forget: Callable[[Generation], None],
+    ) -> None:
+        self.wire = request
+        self.clock = Clock()
+        self.generated = 0
+        self.ended_with: str | None = None
+        self._reply = reply
+        self._forget = forget
+        self._preparation: asyncio.Task[None] | None = None
+        self._prompt = 0
+        self._engine: Engine | None = None
+        self._key: Key = None
+        self._tokenizer: Tokenizer | None = None
+        self._stage: TextStage | None = None
+        self._unsent = _Unsent()
+        self._reported = 0.0
+
+    def __repr__(self) -> str:
+        return f"Generation({self.wire.id}, {self.generated} tokens, {self.ended_with or 'running'})"
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will be sent than perhaps the terminal frame."""
+        return self.ended_with is not None
+
+    def preparing(self, task: asyncio.Task[None]) -> None:
+        """The request is being made ready (load, template, tokens) by `task`, which ends it or calls `start`."""
+        self._preparation = task
+
+    def accept(self, accepted: wire.Accepted) -> None:
+        """Tell the client that its request is taken."""
+        if not self.over:
+            self._reply(accepted)
+
+    def start(self, engine: Engine, request: Request, tokenizer: Tokenizer, stage: TextStage) -> None:
+        """Hand the request to the engine; from here its listener calls drive everything.
+
+        Args:
+            stage: has seen the forced tokens.
+
+        Raises:
+            ServeError: the engine takes no more requests.
+        """
+        if self.over:
+            return
+        self._prompt = len(request.prompt)
+        self._tokenizer = tokenizer
+        self._stage = stage
+        self.generated = len(request.forced)
+        if stage.hit is not None or (request.forced and request.forced[-1] in request.eos):
+            self._finish("stop")
+        elif self.generated >= request.max_tokens:
+            self._finish("length")
+        else:
+            self.clock.queued = time.monotonic()
+            self._key = engine.submit(request, self)
+            self._engine = engine
+
+    def cancel(self) -> None:
+        """End now, with what has been generated. Idempotent."""
+        self._finish("cancelled")
+
+    def progress(self, phase: Literal["load", "prefill"], done: int, total: int) -> None:
+        """Tell how far loading or prefill is, at most every 250 ms."""
+        now = time.monotonic()
+        if not self.over and now - self._reported >= PROGRESS_S:
+            self._reported = now
+            self._reply(wire.Progress(id=self.wire.id, phase=phase, done=done, total=total))
+
+    # -- the engine's listener
+
+    def prefilled(self, position: int, total: int) -> None:
+        if self.clock.started is None:
+            self.clock.started = time.monotonic()
+        if position < total:
+            self.progress("prefill", position, total)
+
+    def sampled(self, sample: Sample, *, eos: bool) -> None:
+        if self.over:
+            return
+        if self.clock.first is None:
+            self.clock.first = time.monotonic()
+        self.generated += 1
+        if eos:
+            return
+        stage, unsent = self._stage, self._unsent
+        assert stage is not None
+        unsent.n += 1
+        if self.wire.resumable:
+            unsent.ids.append(sample.token)
+        if sample.logprob is not None:
+            unsent.logprobs.append(self._logprob(sample))
+        self._send(stage.push(sample.token))
+        if stage.hit is not None:
+            self._finish("stop")
+
+    def ended(self, reason: End) -> None:
+        self._finish(reason)
+
+    def failed(self, error: ServeError) -> None:
+        """End with an error. Idempotent."""
+        if not self.over:
+            self._close(error.code)
+            self._reply(error_reply(error, self.wire.id))
+
+    # -- frames
+
+    def _send(self, parts: list[tuple[wire.Channel, str]]) -> None:
+        """One frame per run of text; the tokens and ids since the last frame ride on the first."""
+        for channel, text in parts:
+            self._flush(channel, text)
+
+    def _flush(self, channel: wire.Channel, text: str) -> None:
+        if self.over:
+            return
+        unsent, self._unsent = self._unsent, _Unsent()
+        self._reply(
+            wire.Token(
+                id=self.wire.id, text=text, n=unsent.n, channel=channel, ids=unsent.ids, logprobs=unsent.logprobs
+            )
+        )
+
+    def _finish(self, reason: wire.FinishReason) -> None:
+        if self.over:
+            return
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            # Also when cancelled: what might have become a stop string is plain text now.
+            self._send(stage.finish())
+            if self._unsent.n:
+                self._flush("text", "")
+        self._done(reason, stop=stage.hit if stage is not None else None)
+
+    def _done(self, reason: wire.FinishReason, stop: str | None) -> None:
+        if self.over:
+            return
+        self._close(reason)
+        self._reply(
+            wire.Done(
+                id=self.wire.id,
+                reason=reason,
+                usage=wire.Usage(prompt=self._prompt, generated=self.generated),
+                timings=self.clock.timings(),
+                stop=stop,
+            )
+        )
+
+    def _close(self, outcome: str) -> None:
+        """No frame but the terminal one may follow."""
+        self.ended_with = outcome
+        if self._engine is not None:
+            self._engine.cancel(self._key)
+        if self._preparation is not None and self._preparation is not asyncio.current_task():
+            self._preparation.cancel()
+        self._forget(self)
+
+    def _logprob(self, sample: Sample) -> wire.TokenLogprob:
+        assert self._tokenizer is not None
+        assert sample.logprob is not None
+        text = self._tokenizer.token_text
+        top = [wire.TopToken(token, text(token), logprob) for token, logprob in sample.top]
+        return wire.TokenLogprob(sample.token, text(sample.token), sample.logprob, top)

@@ -1,0 +1,180 @@
+"""Owns the listening socket's path: one daemon per path, in a private directory, and a stale socket replaced.
+
+Binding by hand is needed because event loops unlink whatever socket they find at a path before they bind,
+also one that a live daemon listens on. Here the path is touched only under an exclusive lock that the
+kernel drops when its holder dies, however that happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from mlxbc.errors import ConfigError
+from mlxbc.paths import checked_socket_path
+
+BACKLOG: Final = 512
+"""Connections the kernel keeps while the daemon starts or is busy."""
+
+_OURS: Final = "mlxbc"
+"""A directory of this name is ours to make private."""
+
+
+class AlreadyRunning(Exception):
+    """Another daemon holds the lock of this path.
+
+    Attributes:
+        path: the socket.
+        pid: the other daemon, where it could be read.
+    """
+
+    def __init__(self, path: Path, pid: int | None) -> None:
+        super().__init__(f"already running on {path}" + (f" (pid {pid})" if pid else ""))
+        self.path = path
+        self.pid = pid
+
+
+class Listener:
+    """A listening socket and the lock of its path. Closing it removes the socket, then frees the lock."""
+
+    def __init__(self, path: Path, sock: socket.socket, lock: int) -> None:
+        self.path = path
+        self.socket = sock
+        self._lock: int | None = lock
+        self._inode = _inode(path)
+
+    def __repr__(self) -> str:
+        return f"Listener({self.path}, {'closed' if self._lock is None else 'listening'})"
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening and give the path up. Idempotent."""
+        if self._lock is None:
+            return
+        self.socket.close()
+        if _inode(self.path) == self._inode:
+            self.path.unlink(missing_ok=True)
+        # The lock's file stays: removing it would let two daemons lock two files of one name.
+        os.close(self._lock)
+        self._lock = None
+
+
+def listen(path: Path) -> Listener:
+    """Bind `path` (mode 0600, in a directory of mode 0700) and listen.
+
+    Must run before other threads create files: it narrows the process's umask for a moment.
+
+    Raises:
+        AlreadyRunning: a live daemon holds this path.
+        ConfigError: the path is too long, taken by something else, or its directory is not private.
+    """
+    checked_socket_path(path)
+    _private_directory(path)
+    lock = _lock(path)
+    try:
+        _remove_stale(path)
+        sock = _bind(path)
+        try:
+            return Listener(path, sock, lock)
+        except BaseException:
+            sock.close()
+            raise
+    except BaseException:
+        os.close(lock)
+        raise
+
+
+def _private_directory(path: Path) -> None:
+    directory = path.parent
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()
+        above = directory.parent.stat()
+    except OSError as error:
+        raise ConfigError(f"cannot make the socket's directory {directory}: {error.strerror}") from None
+    user = os.geteuid()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user:
+        raise ConfigError(f"{directory} is not a directory of user {user}: choose another socket path")
+    if above.st_uid not in (0, user):
+        raise ConfigError(f"{directory.parent} belongs to user {above.st_uid}: choose another socket path")
+    if found.st_mode & 0o077:
+        if not _may_tighten(path):
+            raise ConfigError(
+                f"others may enter {directory} (mode {stat.S_IMODE(found.st_mode):04o}): "
+                f"run `chmod 700 {directory}`, or choose a directory of its own for the socket"
+            )
+        directory.chmod(0o700)
+
+
+def _may_tighten(path: Path) -> bool:
+    """A directory that holds something else (a home, /tmp) is not ours to close to others."""
+    if path.parent.name == _OURS:
+        return True
+    return {entry.name for entry in path.parent.iterdir()} <= {path.name, _lock_path(path).name}
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
+
+
+def _lock(path: Path) -> int:
+    try:
+        lock = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot open the lock {_lock_path(path)}: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 32, 0).strip()
+        os.close(lock)
+        raise AlreadyRunning(path, int(holder) if holder.isdigit() else None) from None
+    except BaseException:
+        os.close(lock)
+        raise
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket of a daemon that died: whoever holds the lock knows that nobody listens there."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"{path} is not a socket: move it away, or choose another path")
+        path.unlink()
+
+
+def _bind(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        umask = os.umask(0o177)
+        try:
+            sock.bind(os.fspath(path))
+        finally:
+            os.umask(umask)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror}") from None
+    return sock
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,370 @@
+"""Owns the work behind the sockets: it turns requests into resident models, tokens and frames.
+
+Importing this module imports MLX: see `service`, which decides when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeAlias
+
+import mlx.core as mx
+
+import mlxbcd
+from mlxbc import wire
+from mlxbcd.device import Device
+from mlxbcd.engine.faults import DeviceFault
+from mlxbcd.engine.runner import Report
+from mlxbcd.errors import ServeError
+from mlxbcd.model.blas import BlasReport
+from mlxbcd.plan.freeze import check, check_text, freeze
+from mlxbcd.residency.names import Resolved, listing
+from mlxbcd.residency.resident import Residency, Resident
+from mlxbcd.serve.contract import Fault, Job, Send, Work
+from mlxbcd.serve.generation import PROGRESS_S, Generation, TextStage
+from mlxbcd.serve.jobs import FinishedJob, TaskJob, internal
+from mlxbcd.text.channels import opens_inside
+from mlxbcd.text.workers import TextWorkers
+
+Open: TypeAlias = Generation | TaskJob
+
+log = logging.getLogger(__name__)
+
+QUEUE_LIMIT: Final = 1024
+"""Requests of all clients together that may wait or run."""
+MAX_TOKENS: Final = 4096
+"""Tokens to generate where a request does not say."""
+BUSY_S: Final = 10.0
+"""A device job that takes longer is worth a note in `status`."""
+STUCK_S: Final = 60.0
+"""One that takes longer than this, and isn't a load, may never return."""
+_CPU_CACHE_BYTES: Final = 1 << 30
+
+
+class LiveService:
+    """Generation, tokens and models over one device thread."""
+
+    def __init__(self, device: Device, default: str | None, on_fatal: Fault, blas: BlasReport) -> None:
+        self._device = device
+        self._blas = blas
+        self._on_fatal = on_fatal
+        self._workers = TextWorkers()
+        self._residency = Residency(device, self._workers, default, self._fault)
+        self._open: set[Open] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._warming: asyncio.Task[None] | None = None
+        self._draining = False
+        self._faulted = False
+        self._began = time.monotonic()
+        self._served = 0
+        self._failed = 0
+        self._generated = 0
+        self._device_name = "starting"
+
+    def __repr__(self) -> str:
+        return f"LiveService({len(self._open)} open, {self._residency!r})"
+
+    # -- the contract
+
+    def resident(self) -> list[str]:
+        """Names of the resident models."""
+        return [resident.name for resident in self._residency.models.values()]
+
+    def submit(self, request: Work, reply: Send, client: str) -> Job:
+        """See `contract.Service.submit`."""
+        match request:
+            case wire.Status():
+                reply(self._status(request.id))
+                return FinishedJob()
+            case wire.Ps():
+                reply(wire.ProcessList(id=request.id, models=self._processes()))
+                return FinishedJob()
+        if self._draining:
+            raise _stopping()
+        if len(self._open) >= QUEUE_LIMIT:
+            raise ServeError("queue_full", f"{QUEUE_LIMIT} requests are waiting or running; retry later")
+        match request:
+            case wire.Generate():
+                return self._generate(request, reply)
+            case wire.Tokenize() | wire.Count():
+                check_text(request)
+                return self._answer(request.id, reply, lambda job: self._tokenize(request, job))
+            case wire.Models():
+                return self._answer(request.id, reply, lambda job: self._models(request, job))
+            case wire.Load():
+                return self._answer(request.id, reply, lambda job: self._load(request, job))
+            case wire.Unload():
+                return self._answer(request.id, reply, lambda job: self._unload(request, job))
+
+    async def drain(self) -> None:
+        """See `contract.Service.drain`."""
+        self._draining = True
+        if self._warming is not None:
+            self._warming.cancel()
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """See `contract.Service.close`."""
+        self._draining = True
+        for job in list(self._open):
+            job.failed(_stopping())
+        if self._warming is not None:
+            self._warming.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not self._faulted:
+            await self._residency.close()
+            await self._device.close()
+        await self._workers.close()
+
+    # -- start-up and faults
+
+    def warm(self, *, preload: bool) -> None:
+        """Bring MLX up on the device thread, then load the default model if asked to and if it is there."""
+        self._warming = self._background(self._warm(preload))
+
+    async def _warm(self, preload: bool) -> None:
+        try:
+            name = await self._device.run(_bring_up)
+        except Exception as error:
+            log.exception("MLX could not be started")
+            self._fault(DeviceFault(f"MLX could not be started: {error}"))
+            return
+        self._device_name = f"{name} ({self._blas.kind})" if name == "cpu" else name
+        if not preload:
+            return
+        try:
+            async with self._residency.use(await self._residency.resolve(None)):
+                pass
+        except ServeError as error:
+            log.warning("the default model was not loaded: %s", error.message)
+
+    def _fault(self, fault: DeviceFault) -> None:
+        self._faulted = True
+        self._on_fatal(fault)
+
+    # -- jobs
+
+    def _background(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        assert isinstance(task, asyncio.Task)
+        return self._hold(task)
+
+    def _hold(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _enter(self, job: Open) -> None:
+        self._open.add(job)
+        self._idle.clear()
+
+    def _leave(self, job: Open) -> None:
+        self._open.discard(job)
+        if not self._open:
+            self._idle.set()
+
+    def _answer(self, request_id: int, reply: Send, work: Callable[[TaskJob], Awaitable[None]]) -> TaskJob:
+        job = TaskJob(request_id, reply, work, self._leave)
+        self._hold(job.task)
+        self._enter(job)
+        return job
+
+    # -- generation
+
+    def _generate(self, request: wire.Generate, reply: Send) -> Generation:
+        check(request)
+        generation = Generation(request, reply, self._ended)
+        self._enter(generation)
+        generation.preparing(self._background(self._prepare(generation)))
+        return generation
+
+    def _ended(self, generation: Generation) -> None:
+        self._served += 1
+        self._generated += generation.generated
+        if generation.ended_with not in ("stop", "length", "cancelled"):
+            self._failed += 1
+        self._leave(generation)
+
+    async def _prepare(self, generation: Generation) -> None:
+        """Everything before the engine: the model, the template, the tokens, the frozen request."""
+        try:
+            await self._admit(generation)
+        except ServeError as error:
+            generation.failed(error)
+        except Exception as error:
+            generation.failed(internal(error))
+
+    async def _admit(self, generation: Generation) -> None:
+        request = generation.wire
+        source = await self._residency.resolve(request.model)
+        seed = request.seed if request.seed is not None else secrets.randbits(52)
+        stream = request.resume.stream if request.resume is not None else secrets.token_hex(16)
+        known = self._residency.find(source)
+        position = known.engine.queued if known is not None else 0
+        generation.accept(wire.Accepted(id=request.id, stream=stream, seed=seed, model=source.name, position=position))
+        async with self._residency.use(
+            source, lambda done, total: generation.progress("load", done, total)
+        ) as resident:
+            if known is None:
+                generation.clock.loaded = time.monotonic()
+            tokenizer, built = resident.tokenizer, resident.built
+            text, tokens = await self._encode(resident, request.prompt, request.messages, request.template_options)
+            frozen = freeze(
+                request,
+                tokens,
+                seed=seed,
+                eos=tokenizer.eos_ids,
+                defaults=tokenizer.generation_defaults,
+                context=built.context,
+                vocab_size=built.vocab_size,
+                max_tokens=MAX_TOKENS,
+            )
+            inside = request.messages is not None and opens_inside(text, tokenizer.reasoning)
+            if frozen.forced:
+                stage = await self._workers.offload(TextStage.resumed, tokenizer, frozen, inside=inside)
+            else:
+                stage = TextStage(tokenizer, frozen.stop, inside=inside)
+            generation.start(resident.engine, frozen, tokenizer, stage)
+
+    async def _encode(
+        self,
+        resident: Resident,
+        text: str | None,
+        messages: list[wire.Message] | None,
+        options: dict[str, wire.Scalar],
+    ) -> tuple[str, list[int]]:
+        """The text a model sees, and its tokens. Long texts are worked on away from the loop's thread."""
+        tokenizer = resident.tokenizer
+        if messages is None:
+            assert text is not None
+            return text, await self._workers.run(tokenizer.encode, text)
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+
+        def render() -> tuple[str, list[int]]:
+            rendered = resident.template.render(turns, dict(options))
+            return rendered, tokenizer.encode(rendered, special=False)
+
+        return await self._workers.offload(render)
+
+    # -- the other requests
+
+    async def _tokenize(self, request: wire.Tokenize | wire.Count, job: TaskJob) -> None:
+        async with self._residency.use(await self._residency.resolve(request.model)) as resident:
+            _, tokens = await self._encode(resident, request.text, request.messages, request.template_options)
+        if isinstance(request, wire.Count):
+            job.answer(wire.Counted(id=request.id, count=len(tokens)))
+        else:
+            job.answer(wire.Tokens(id=request.id, tokens=tokens))
+
+    async def _models(self, request: wire.Models, job: TaskJob) -> None:
+        entries = await self._workers.offload(listing)
+        default: Resolved | None = None
+        try:
+            default = await self._residency.resolve(None)
+        except ServeError:
+            log.debug("there is no default model yet")
+        models = [
+            wire.ModelEntry(
+                name=entry.name,
+                source=entry.source,
+                path=str(entry.path),
+                bytes=entry.bytes,
+                resident=entry.path in self._residency.models,
+                default=default is not None and entry.path == default.path,
+            )
+            for entry in entries
+        ]
+        job.answer(wire.ModelList(id=request.id, models=models))
+
+    async def _load(self, request: wire.Load, job: TaskJob) -> None:
+        began, told = time.monotonic(), 0.0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal told
+            now = time.monotonic()
+            if now - told >= PROGRESS_S:
+                told = now
+                job.say(wire.Progress(id=request.id, phase="load", done=done, total=total))
+
+        async with self._residency.use(await self._residency.resolve(request.model), progress) as resident:
+            seconds = round(time.monotonic() - began, 3)
+            job.answer(wire.Loaded(id=request.id, model=resident.name, bytes=resident.built.bytes, seconds=seconds))
+
+    async def _unload(self, request: wire.Unload, job: TaskJob) -> None:
+        resident = await self._residency.unload(await self._residency.resolve(request.model))
+        job.answer(wire.Unloaded(id=request.id, model=resident.name))
+
+    # -- what can be told without asking the device
+
+    def _status(self, request_id: int) -> wire.StatusReport:
+        engines = [resident.engine for resident in self._residency.models.values()]
+        newest = max(engines, key=lambda engine: engine.last_active).report if engines else Report()
+        running = sum(engine.running for engine in engines)
+        generations = sum(isinstance(job, Generation) for job in self._open)
+        stuck = self._device.busy_s > STUCK_S and not self._residency.loading
+        return wire.StatusReport(
+            id=request_id,
+            pid=os.getpid(),
+            version=mlxbcd.__version__,
+            uptime_s=round(time.monotonic() - self._began, 3),
+            state="degraded" if self._faulted or stuck else "draining" if self._draining else "ready",
+            device=self._device_name,
+            connections=0,
+            running=running,
+            queued=generations - running,
+            served=self._served,
+            failed=self._failed,
+            generated_tokens=self._generated,
+            memory_active=newest.active_bytes,
+            memory_cache=newest.cache_bytes,
+            models=self._processes(),
+            notes=self._notes(),
+        )
+
+    def _notes(self) -> list[str]:
+        notes = [self._blas.detail] if self._blas.kind == "reference" else []
+        notes += [f"loading {name}" for name in self._residency.loading]
+        if self._device.busy_s > BUSY_S and not self._residency.loading:
+            notes.append(f"the device has been busy with one step for {self._device.busy_s:.0f} s")
+        return notes
+
+    def _processes(self) -> list[wire.Process]:
+        return [_process(resident) for resident in self._residency.models.values()]
+
+
+def _process(resident: Resident) -> wire.Process:
+    engine, built = resident.engine, resident.built
+    return wire.Process(
+        model=resident.name,
+        path=str(resident.source.path),
+        bytes=built.bytes,
+        dtype=built.dtype,
+        context=built.context,
+        kv_bytes=engine.report.kv_bytes,
+        running=engine.running,
+        queued=engine.queued,
+        idle_s=0.0 if resident.busy else round(time.monotonic() - engine.last_active, 3),
+        placement="alone" if built.reason else "continuous",
+        reason=built.reason,
+    )
+
+
+def _stopping() -> ServeError:
+    return ServeError("shutting_down", "the daemon is stopping; retry once it is back")
+
+
+def _bring_up() -> str:
+    """Make MLX ready on the device thread; the name of what it runs on."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        # Compiling goes through g++ at run time there: a second per new shape, for no measurable gain.
+        mx.disable_compile()
+        mx.set_cache_limit(_CPU_CACHE_BYTES)
+        return "cpu"
+    return str(mx.default_device())

@@ -1,0 +1,142 @@
+"""Owns `mlxbcd`, the daemon's process: from its command line to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+from mlxbc.errors import ConfigError
+from mlxbcd.errors import ServeError
+from mlxbcd.serve import logs
+from mlxbcd.serve.contract import Build, Fault, Service
+from mlxbcd.serve.limits import Limits
+from mlxbcd.serve.listen import AlreadyRunning, Listener, listen
+from mlxbcd.serve.options import Options, parse
+
+log = logging.getLogger("mlxbcd.serve.main")
+
+_OTHER_FILES: Final = 256
+"""Descriptors for all that isn't a connection: weights, caches, logs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the daemon, or start one in the background; the exit code.
+
+    0 means that nothing should be started again: told to stop, or another daemon serves already. 78 is a
+    setting that can't work, 70 a failure after which a service manager should start the daemon again.
+    """
+    os.umask(0o077)
+    try:
+        command = parse(argv)
+        if command.detach:
+            return _detach(command.options, wait=command.wait)
+        logs.start(command.options.log_level, command.options.log_file)
+    except (ConfigError, OSError) as error:
+        return _complain(error)
+    faulthandler.enable()
+    return run(command.options, _service)
+
+
+def run(options: Options, build: Build, limits: Limits | None = None) -> int:
+    """Serve on `options.socket` with the service that `build` makes, until told to stop; the exit code.
+
+    The socket listens before the service is built, so that a client that comes early waits instead of
+    failing, and the loser of a race for the socket has not loaded anything.
+    """
+    limits = limits or Limits()
+    try:
+        listener = listen(options.socket)
+    except AlreadyRunning as error:
+        sys.stderr.write(f"mlxbcd: {error}\n")
+        return os.EX_OK
+    except ConfigError as error:
+        return _complain(error)
+    import uvloop
+
+    with listener:
+        _allow_files(limits.connections + _OTHER_FILES)
+        try:
+            code: int = uvloop.run(_serve(options, build, limits, listener))
+            return code
+        except ServeError as error:
+            log.error("cannot serve: %s", error.message)
+            return os.EX_CONFIG
+        except Exception:
+            # It comes from starting or stopping, never from a request: the message quotes no prompt.
+            log.exception("cannot serve")
+            return os.EX_SOFTWARE
+
+
+async def _serve(options: Options, build: Build, limits: Limits, listener: Listener) -> int:
+    from mlxbcd.serve.lifecycle import Lifecycle
+    from mlxbcd.serve.server import Server
+
+    started = time.monotonic()
+    loop = asyncio.get_running_loop()
+    lifecycle = Lifecycle()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lifecycle.signalled, limits.drain_s)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    log.info("listening on %s (pid %d)", listener.path, os.getpid())
+
+    def on_fatal(error: BaseException) -> None:
+        loop.call_soon_threadsafe(lifecycle.fail, error)
+
+    service = await lifecycle.unless_asked(build(options, on_fatal), limits.close_s)
+    if service is not None:
+        log.info("ready after %.2f s", time.monotonic() - started)
+        await Server(service, lifecycle, limits=limits).serve(listener.socket)
+    log.info("stopped")
+    if lifecycle.fault is not None or lifecycle.stuck:
+        _leave(listener, lifecycle.exit_code)
+    return lifecycle.exit_code
+
+
+async def _service(options: Options, on_fatal: Fault) -> Service:
+    from mlxbcd.serve.service import build_service
+
+    return await build_service(options, on_fatal)
+
+
+def _leave(listener: Listener, code: int) -> NoReturn:
+    """End the process now: leaving the loop would wait for threads that may never return."""
+    listener.close()
+    logging.shutdown()
+    os._exit(code)
+
+
+def _detach(options: Options, *, wait: bool) -> int:
+    from mlxbcd.serve.detach import detach
+
+    assert options.log_file is not None
+    # -P: the directory that the daemon is started in must not be able to replace its modules.
+    command = [sys.executable, "-P", "-m", "mlxbcd.serve.main", *options.arguments()]
+    return detach(command, options.socket, options.log_file, wait=wait)
+
+
+def _allow_files(needed: int) -> None:
+    """Raise the soft limit on open files, which is 256 under some service managers, as far as is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        needed = min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _complain(error: Exception) -> int:
+    sys.stderr.write(f"mlxbcd: {error}\n")
+    return os.EX_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())
