@@ -1,0 +1,34 @@
+"""Owns MLX inside a benchmark's own process: our engine's model, and the peer's with the very same arrays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxbcd.model import zoo
+from mlxbcd.model.load import read_config
+from mlxbcd.residency.build import Built, build
+
+
+def built(directory: Path) -> Built:
+    """The model as the daemon builds it, on this thread."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        # As in the daemon, and for the peer too: compiling calls g++ at run time, for no gain.
+        mx.disable_compile()
+    return build(directory, lambda done, total: None, lambda: False)
+
+
+def twin(directory: Path, model: Any) -> Any:
+    """Another instance of the class of `model`, with its arrays and none of the daemon's seams.
+
+    Attention is bound per module of the zoo, so its calls pass through the daemon's function, which hands a stock cache
+    straight on to the zoo's.
+    """
+    config = read_config(directory)
+    model_class, args_class = zoo.model_classes(config)
+    other = model_class(args_class.from_dict(config))
+    other.update(model.parameters())
+    other.eval()
+    return other

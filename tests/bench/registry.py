@@ -1,0 +1,52 @@
+"""Owns the list of benchmarks and what each is given.
+
+A benchmark is a module of this package with one function, ``run(settings: Settings) -> list[Row]``, and one line in
+`BENCHES`. It runs in a fresh process of its own, so it may import MLX, start servers, and leave nothing behind for the
+next. `Row.name` begins with the benchmark's name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from bench.table import Row
+from mlxbcd.model.blas import enable
+
+T = TypeVar("T")
+
+BENCHES: Final[Mapping[str, str]] = {
+    "decode": "bench.decode",
+    "served": "bench.served",
+    "startup": "bench.startup",
+    "wire": "bench.wire",
+    "memory": "bench.memory",
+}
+"""Name → module, in the order in which all of them run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a benchmark is given.
+
+    Attributes:
+        model: the model's directory.
+        quick: run small, to see that it works; the figures mean nothing.
+    """
+
+    model: Path
+    quick: bool = False
+
+    def pick(self, full: T, quick: T) -> T:
+        """A size for a real run, or for a quick one."""
+        return quick if self.quick else full
+
+
+def run_bench(name: str, settings: Settings) -> list[Row]:
+    """Run one benchmark in this process, which must not have imported MLX yet."""
+    enable()
+    rows: list[Row] = importlib.import_module(BENCHES[name]).run(settings)
+    return rows
