@@ -149,7 +149,7 @@ class Exchange:
         # A newer daemon may send kinds of frames that this client has never heard of: those are skipped. A
         # known kind that doesn't decode may have been the request's last frame, so its call must not wait for
         # another.
-        if not error.fatal and error.message.endswith("`$.type`"):
+        if error.unknown_kind:
             return
         mismatch = ProtocolMismatch(
             f"cannot read the daemon's answer ({error.message}); install one version of both, restart it"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, get_args
 
 import msgspec
 
@@ -17,6 +17,9 @@ from mlxbc import wire
 T = TypeVar("T")
 
 _HEADER: Final = 4
+
+KINDS: Final = frozenset(str(kind.__struct_config__.tag) for kind in (*get_args(wire.Request), *get_args(wire.Reply)))
+"""Every `type` of protocol 1."""
 
 
 class Codec(Enum):
@@ -32,18 +35,29 @@ class FrameError(Exception):
     Attributes:
         code: the wire's error code, `bad_frame` or `frame_too_large`.
         request_id: the id of the message at fault, where it could still be read.
+        unknown_kind: it is a message of a kind that this version has never heard of.
     """
 
-    def __init__(self, code: wire.ErrorCode, message: str, *, fatal: bool, request_id: int | None = None) -> None:
+    def __init__(
+        self,
+        code: wire.ErrorCode,
+        message: str,
+        *,
+        fatal: bool,
+        request_id: int | None = None,
+        unknown_kind: bool = False,
+    ) -> None:
         super().__init__(message)
         self.code: wire.ErrorCode = code
         self.message = message
         self.fatal = fatal
         self.request_id = request_id
+        self.unknown_kind = unknown_kind
 
 
 class _Head(msgspec.Struct):
     id: Any = None
+    type: Any = None
 
 
 _MSGPACK_HEAD = msgspec.msgpack.Decoder(_Head)
@@ -161,10 +175,10 @@ class Inbound(Generic[T]):
 def _refusal(body: bytes, head: Any, error: Exception) -> FrameError:
     """Say what is wrong with a frame, and whose it was. The framing itself is intact, so the connection goes on."""
     try:
-        found = head.decode(body).id
+        found = head.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        found = None
-    request_id = found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None
+        found = _Head()
+    has_id = isinstance(found.id, int) and not isinstance(found.id, bool) and found.id >= 0
     nested = isinstance(error, RecursionError)
     readable = isinstance(error, msgspec.ValidationError) and not nested
     text = "nested too deeply" if nested else str(error)
@@ -172,7 +186,8 @@ def _refusal(body: bytes, head: Any, error: Exception) -> FrameError:
         "bad_request" if readable else "bad_frame",
         f"not a message of protocol {wire.PROTOCOL}: {text}",
         fatal=False,
-        request_id=request_id,
+        request_id=found.id if has_id else None,
+        unknown_kind=readable and isinstance(found.type, str) and found.type not in KINDS,
     )
 
 

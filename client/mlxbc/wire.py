@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-import msgspec
 from msgspec import Meta, Struct
 
 PROTOCOL: Final = 1
@@ -53,9 +52,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 Channel: TypeAlias = Literal["text", "reasoning"]
 
 
-class _Request(
-    Struct, tag_field="type", forbid_unknown_fields=True, omit_defaults=True, kw_only=True, frozen=True
-):
+class _Request(Struct, tag_field="type", forbid_unknown_fields=True, omit_defaults=True, kw_only=True, frozen=True):
     """A message from a client to the daemon."""
 
 
@@ -70,8 +67,12 @@ class _Part(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True
 # ---------------------------------------------------------------------------------------------- client -> daemon
 
 
-class Hello(_Request, tag="hello"):
-    """First message of a msgpack connection; optional on JSON lines, where protocol 1 is assumed."""
+class Hello(_Request, frozen=True, tag="hello", forbid_unknown_fields=False):
+    """First message of a msgpack connection; optional on JSON lines, where protocol 1 is assumed.
+
+    The one request that may have fields this version doesn't know: a newer client must hear `proto_mismatch`, not that
+    a field of its hello is unknown.
+    """
 
     proto: int
     client: Annotated[str, Meta(max_length=256)] = ""
@@ -80,14 +81,14 @@ class Hello(_Request, tag="hello"):
     """Largest frame in bytes the client wants to send."""
 
 
-class Message(_Part):
+class Message(_Part, frozen=True):
     """One chat message."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class Resume(_Part):
+class Resume(_Part, frozen=True):
     """Continue an earlier generation: the rest of the `generate` message repeats the original request."""
 
     stream: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -95,7 +96,7 @@ class Resume(_Part):
     """The token ids the client already has; they are teacher-forced and not sent again."""
 
 
-class Generate(_Request, tag="generate"):
+class Generate(_Request, frozen=True, tag="generate"):
     """Generate from exactly one of `messages` (chat) and `prompt` (raw text)."""
 
     id: Id
@@ -127,13 +128,13 @@ class Generate(_Request, tag="generate"):
     resume: Resume | None = None
 
 
-class Cancel(_Request, tag="cancel"):
+class Cancel(_Request, frozen=True, tag="cancel"):
     """End request `id`; its terminal frame says `cancelled`. An unknown id is ignored."""
 
     id: Id
 
 
-class Tokenize(_Request, tag="tokenize"):
+class Tokenize(_Request, frozen=True, tag="tokenize"):
     """Token ids of exactly one of `text` and `messages`."""
 
     id: Id
@@ -143,7 +144,7 @@ class Tokenize(_Request, tag="tokenize"):
     model: ModelName | None = None
 
 
-class Count(_Request, tag="count"):
+class Count(_Request, frozen=True, tag="count"):
     """Like `tokenize`, but only the number of tokens comes back."""
 
     id: Id
@@ -153,39 +154,39 @@ class Count(_Request, tag="count"):
     model: ModelName | None = None
 
 
-class Models(_Request, tag="models"):
+class Models(_Request, frozen=True, tag="models"):
     """What can be loaded: the embedded model, the hub cache, and what is resident."""
 
     id: Id
 
 
-class Load(_Request, tag="load"):
+class Load(_Request, frozen=True, tag="load"):
     """Make a model resident; `progress` frames come until `loaded`."""
 
     id: Id
     model: ModelName | None = None
 
 
-class Unload(_Request, tag="unload"):
+class Unload(_Request, frozen=True, tag="unload"):
     """Drop a resident model; refused while requests run on it."""
 
     id: Id
     model: ModelName
 
 
-class Status(_Request, tag="status"):
+class Status(_Request, frozen=True, tag="status"):
     id: Id
 
 
-class Ps(_Request, tag="ps"):
+class Ps(_Request, frozen=True, tag="ps"):
     id: Id
 
 
-class Ping(_Request, tag="ping"):
+class Ping(_Request, frozen=True, tag="ping"):
     id: Id
 
 
-class Shutdown(_Request, tag="shutdown"):
+class Shutdown(_Request, frozen=True, tag="shutdown"):
     """Stop the daemon. With `drain` running requests finish first; else they end with `shutting_down`."""
 
     id: Id
@@ -199,7 +200,7 @@ Request: TypeAlias = (
 # ---------------------------------------------------------------------------------------------- daemon -> client
 
 
-class Welcome(_Reply, tag="welcome"):
+class Welcome(_Reply, frozen=True, tag="welcome"):
     """Answer to `hello`."""
 
     proto: int
@@ -212,7 +213,7 @@ class Welcome(_Reply, tag="welcome"):
     """Largest inbound frame in bytes on this connection."""
 
 
-class Accepted(_Reply, tag="accepted"):
+class Accepted(_Reply, frozen=True, tag="accepted"):
     """The request is valid and queued."""
 
     id: int
@@ -224,7 +225,7 @@ class Accepted(_Reply, tag="accepted"):
     """Requests ahead of this one in the queue."""
 
 
-class Progress(_Reply, tag="progress"):
+class Progress(_Reply, frozen=True, tag="progress"):
     """At most every 250 ms: bytes while loading, prompt tokens while prefilling."""
 
     id: int
@@ -248,7 +249,7 @@ class TokenLogprob(Struct, omit_defaults=True, frozen=True):
     top: list[TopToken] = []
 
 
-class Token(_Reply, tag="token"):
+class Token(_Reply, frozen=True, tag="token"):
     """Newly generated text. Concatenated per channel it is the whole output, always valid UTF-8."""
 
     id: int
@@ -278,7 +279,7 @@ class Timings(Struct, omit_defaults=True, frozen=True):
     decode: float = 0.0
 
 
-class Done(_Reply, tag="done"):
+class Done(_Reply, frozen=True, tag="done"):
     """Terminal frame of a generation."""
 
     id: int
@@ -289,7 +290,7 @@ class Done(_Reply, tag="done"):
     """The stop string that ended it, if one did."""
 
 
-class Error(_Reply, tag="error"):
+class Error(_Reply, frozen=True, tag="error"):
     """Terminal frame of any request that failed; without an id the connection itself is at fault."""
 
     code: ErrorCode
@@ -299,12 +300,12 @@ class Error(_Reply, tag="error"):
     data: dict[str, Any] = {}
 
 
-class Tokens(_Reply, tag="tokens"):
+class Tokens(_Reply, frozen=True, tag="tokens"):
     id: int
     tokens: list[int]
 
 
-class Counted(_Reply, tag="counted"):
+class Counted(_Reply, frozen=True, tag="counted"):
     id: int
     count: int
 
@@ -318,19 +319,19 @@ class ModelEntry(Struct, omit_defaults=True, frozen=True):
     default: bool = False
 
 
-class ModelList(_Reply, tag="model_list"):
+class ModelList(_Reply, frozen=True, tag="model_list"):
     id: int
     models: list[ModelEntry]
 
 
-class Loaded(_Reply, tag="loaded"):
+class Loaded(_Reply, frozen=True, tag="loaded"):
     id: int
     model: str
     bytes: int
     seconds: float
 
 
-class Unloaded(_Reply, tag="unloaded"):
+class Unloaded(_Reply, frozen=True, tag="unloaded"):
     id: int
     model: str
 
@@ -354,12 +355,12 @@ class Process(Struct, omit_defaults=True, frozen=True):
     """Why requests run alone, where they do."""
 
 
-class ProcessList(_Reply, tag="process_list"):
+class ProcessList(_Reply, frozen=True, tag="process_list"):
     id: int
     models: list[Process]
 
 
-class StatusReport(_Reply, tag="status_report"):
+class StatusReport(_Reply, frozen=True, tag="status_report"):
     """A snapshot that never waits for the device."""
 
     id: int
@@ -382,11 +383,11 @@ class StatusReport(_Reply, tag="status_report"):
     """What a person should know: a slow BLAS, a model served one at a time, …"""
 
 
-class Pong(_Reply, tag="pong"):
+class Pong(_Reply, frozen=True, tag="pong"):
     id: int
 
 
-class Bye(_Reply, tag="bye"):
+class Bye(_Reply, frozen=True, tag="bye"):
     """The daemon takes no more requests and exits once the running ones are done."""
 
     id: int

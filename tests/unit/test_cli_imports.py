@@ -14,6 +14,7 @@ import pytest
 from fake_daemon import FakeDaemon, answering
 
 import mlxbc
+import mlxbc.cli
 
 HEAVY = {"asyncio", "click", "http", "json", "logging", "mlx", "mlx_lm", "numpy", "rich", "ssl", "typer", "uvloop"}
 HEAVY |= {"email", "httpx", "huggingface_hub", "jinja2", "mlxbcd", "pydantic", "sqlite3", "tokenizers", "transformers"}

@@ -88,15 +88,13 @@ class AttentionLayout:
 
     def read(self, key: Key, place: Place, length: int) -> Prefix | None:
         store = self.stores.get(place.group)
-        return store and store.read(place.slot, self.floor(length), length)
+        return None if store is None else store.read(place.slot, self.floor(length), length)
 
     def extract(self, key: Key, place: Place, length: int) -> Prefix | None:
         view = self.read(key, place, length)
-        return view and Prefix(tuple(map(mx.contiguous, view.parts)), view.start, view.scheme)
+        return None if view is None else Prefix(tuple(map(mx.contiguous, view.parts)), view.start, view.scheme)
 
-    def prepare(
-        self, change: Change, lengths: Mapping[Key, int], joiners: Mapping[Key, Prefix | None]
-    ) -> Prepared:
+    def prepare(self, change: Change, lengths: Mapping[Key, int], joiners: Mapping[Key, Prefix | None]) -> Prepared:
         known = [prefix for prefix in joiners.values() if prefix is not None]
         heads = self.heads
         if heads is None and known:
@@ -187,8 +185,7 @@ class AttentionView:
     def keys_and_values(self) -> tuple[Any, Any]:
         """What the step's write returned, also for layers that share this layer's keys and values."""
         used = [
-            (segment, self._layout.stores[segment.group].used(self._step, segment))
-            for segment in self._step.segments
+            (segment, self._layout.stores[segment.group].used(self._step, segment)) for segment in self._step.segments
         ]
         one_plain_class = len(used) == 1 and len(used[0][1]) == 2
         if one_plain_class and (not self._opaque or self._step.uniform(used[0][0]) is not None):
@@ -232,7 +229,6 @@ class Handle(HeldKeys):
     step: Step
     used: tuple[tuple[Segment, Parts], ...]
 
-
     @property
     def shape(self) -> tuple[Any, ...]:
         """[rows, heads, positions, dim], with the positions of each row: some layers read where they are off it."""
@@ -240,9 +236,7 @@ class Handle(HeldKeys):
         assert heads is not None
         return len(self.step.starts), heads.heads, self.step.offset + self.step.width, heads.key_dim
 
-    def attend(
-        self, queries: mx.array, values: Any, scale: float, mask: Any, sinks: mx.array | None
-    ) -> mx.array:
+    def attend(self, queries: mx.array, values: Any, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         """Attention once per class."""
         outs = []
         for i, (segment, parts) in enumerate(self.used):

@@ -20,8 +20,12 @@ from mlxbcd.state.geometry import Class
 from mlxbcd.state.layout import Layout
 from mlxbcd.state.nested import NestedLayout
 from mlxbcd.state.recurrent import RecurrentLayout
+from mlxbcd.state.replay import Recorder
 from mlxbcd.state.schemes import Scheme
 from mlxbcd.state.step import Segment, Step
+
+_NO_ROLLBACK: Final[Mapping[str, str]] = {}
+"""model_type → why a forward of that family can't be taken back in part although every layer has a layout."""
 
 WIDEST_STEP: Final = 512
 """Tokens of the widest step of a row in preparation."""
@@ -53,7 +57,8 @@ class Composition:
         reason: why rows run alone; empty where they share a batch.
         opaque: the model hands keys and values straight to attention, so rows of several classes can run in one
             forward; else all rows of a collection share one class.
-        recurrent: some layer's state can't take tokens back by itself.
+        recorder: records forwards that may be taken back, where some layer's state can't take tokens back by itself.
+        rollback_reason: why a forward can't be taken back in part; empty where it can.
         kv: the scheme of long rows; None stores them as they come.
         kv_reason: why rows can't be stored quantised; empty where they can.
     """
@@ -62,7 +67,8 @@ class Composition:
     make_stock: Callable[[], list[Any]]
     reason: str = ""
     opaque: bool = True
-    recurrent: bool = False
+    recorder: Recorder | None = None
+    rollback_reason: str = ""
     kv: KvScheme | None = None
     kv_reason: str = ""
 
@@ -98,12 +104,12 @@ def inspect(model: nn.Module, model_type: str, kv: KvScheme | None = None) -> Co
     kinds = tuple(_kind(cache) for cache in stock)
     reason = _refusal(stock, model_type)
     if reason:
-        return Composition(kinds, make, reason, kv_reason=reason)
-    recurrent = any("ArraysCache" in kind for kind in kinds)
+        return Composition(kinds, make, reason, kv_reason=reason, rollback_reason=reason)
+    recorder = Recorder(model) if any("ArraysCache" in kind for kind in kinds) else None
     opaque = _runs(model, [Class(geometry.SMALLEST), Class(2 * geometry.SMALLEST)], make, opaque=True)
     if not opaque and not _runs(model, [Class(geometry.SMALLEST)], make, opaque=False):
         reason = "its forward does not run over shared rows"
-        return Composition(kinds, make, reason, kv_reason=reason)
+        return Composition(kinds, make, reason, kv_reason=reason, rollback_reason=reason)
     kv_reason = ""
     if not opaque:
         kv_reason = "the model computes with its keys and values itself"
@@ -111,7 +117,8 @@ def inspect(model: nn.Module, model_type: str, kv: KvScheme | None = None) -> Co
         kv_reason = "no layer keeps keys and values of every position"
     if kv is not None and kv_reason:
         raise ValueError(f"keys and values can't be quantised: {kv_reason}")
-    return Composition(kinds, make, "", opaque, recurrent, kv, kv_reason)
+    rollback_reason = _NO_ROLLBACK.get(model_type, "")
+    return Composition(kinds, make, "", opaque, recorder, rollback_reason, kv, kv_reason)
 
 
 def _kind(cache: Any) -> str:

@@ -70,7 +70,7 @@ class RecurrentLayout:
         return [array for array in self.slots if array is not None]
 
     def view(self, step: Step) -> RecurrentView:
-        return RecurrentView(self, step.width)
+        return RecurrentView(self)
 
     def row(self, key: Key) -> Recurrence | None:
         """One row's arrays, as views."""
@@ -84,14 +84,14 @@ class RecurrentLayout:
 
     def extract(self, key: Key, place: Place, length: int) -> Recurrence | None:
         row = self.row(key)
-        return row and Recurrence(tuple(None if array is None else mx.contiguous(array) for array in row.slots))
+        if row is None:
+            return None
+        return Recurrence(tuple(None if array is None else mx.contiguous(array) for array in row.slots))
 
     def retained(self, place: Place, length: int) -> int:
         return length
 
-    def prepare(
-        self, change: Change, lengths: Mapping[Key, int], joiners: Mapping[Key, Recurrence | None]
-    ) -> Prepared:
+    def prepare(self, change: Change, lengths: Mapping[Key, int], joiners: Mapping[Key, Recurrence | None]) -> Prepared:
         order = tuple(change.places)
         if order == self.order:
             return Prepared(self, order, list(self.slots))
@@ -121,15 +121,14 @@ class RecurrentView:
     lengths: None = None
     left_padding: None = None
 
-    def __init__(self, layout: RecurrentLayout, width: int) -> None:
-        self._layout = layout
-        self._width = width
+    def __init__(self, layout: RecurrentLayout) -> None:
+        self.layout = layout
 
     def __getitem__(self, slot: int) -> mx.array | None:
-        return self._layout.slots[slot]
+        return self.layout.slots[slot]
 
     def __setitem__(self, slot: int, value: mx.array) -> None:
-        self._layout.slots[slot] = value
+        self.layout.slots[slot] = value
 
     def __bool__(self) -> bool:
         return True
@@ -137,11 +136,11 @@ class RecurrentView:
     @property
     def cache(self) -> list[mx.array | None]:
         """The arrays, for models that read them all at once."""
-        return self._layout.slots
+        return self.layout.slots
 
     @property
     def batch_size(self) -> int:
-        return len(self._layout.order)
+        return len(self.layout.order)
 
     def advance(self, N: int) -> None:
         """The collection counts tokens."""
@@ -151,4 +150,4 @@ class RecurrentView:
         return None
 
     def empty(self) -> bool:
-        return self._layout.slots[0] is None
+        return self.layout.slots[0] is None

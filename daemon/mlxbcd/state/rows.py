@@ -9,7 +9,8 @@ A forward is a *turn*: `begin` it, run the model over its caches, `resolve` it w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from mlxbcd.state import geometry
 from mlxbcd.state.composition import WIDEST_STEP, Composition
 from mlxbcd.state.geometry import Change, Class, Key, Place
 from mlxbcd.state.layout import Layout, Prepared
+from mlxbcd.state.replay import Undo
 from mlxbcd.state.step import Segment, Step
 
 
@@ -81,10 +83,17 @@ def commit(*changes: PreparedChange) -> None:
 class Turn:
     """One forward over all rows of a collection, between `begin` and `resolve`."""
 
-    def __init__(self, rows: Rows, step: Step) -> None:
+    def __init__(self, rows: Rows, step: Step, undo: Undo | None) -> None:
         self._rows = rows
+        self._undo = undo
         self.step = step
         self.caches: list[Any] = [layout.view(step) for layout in rows.layouts]
+
+    @contextmanager
+    def forward(self) -> Iterator[list[Any]]:
+        """Run the model inside, over the caches this gives; only so can a reversible turn be taken back."""
+        with self._undo.recording() if self._undo is not None else nullcontext():
+            yield self.caches
 
     def arrays(self) -> list[mx.array]:
         """The state this turn writes: evaluating it runs the forward without its head."""
@@ -99,6 +108,10 @@ class Turn:
         counts = [self.step.width] * len(self.step.starts) if kept is None else list(kept)
         if len(counts) != len(self.step.starts) or not all(0 <= n <= self.step.width for n in counts):
             raise ValueError(f"can't keep {counts} of {self.step.width} tokens in {len(self.step.starts)} rows")
+        if self._undo is not None:
+            self._undo.resolve(self.caches, counts)
+        elif self._rows.composition.recorder is not None and min(counts) < self.step.width:
+            raise ValueError("this model's state only takes tokens back from a turn that began as reversible")
         self._rows._advance(self, counts)
 
 
@@ -206,14 +219,15 @@ class Rows:
         mx.eval(state.arrays)
         return state
 
-    def begin(self, width: int, *, planned: bool = True) -> Turn:
+    def begin(self, width: int, *, planned: bool = True, reversible: bool = False) -> Turn:
         """Open a turn in which every row adds `width` tokens, first moving rows that need another class.
 
         Args:
             planned: all rows are at a planned end, where rows that are long enough may be quantised.
+            reversible: `resolve` may keep fewer tokens than `width`; the model then runs inside `Turn.forward`.
 
         Raises:
-            ValueError: wider than `widest`.
+            ValueError: wider than `widest`, or reversible where the composition can't be.
             RuntimeError: a turn is open already, or there is no row.
         """
         if self._turn is not None:
@@ -225,7 +239,13 @@ class Rows:
         if self.unsettled(width, planned=planned):
             room = {key: length + width for key, length in self.lengths.items()}
             commit(self.prepare(room=room, convert=self._due() if planned else ()))
-        self._turn = Turn(self, Step([self.lengths[key] for key in self._places], width, self._segments()))
+        undo = None
+        if reversible and self.composition.rollback_reason:
+            raise ValueError(self.composition.rollback_reason)
+        if reversible and self.composition.recorder is not None:
+            undo = Undo(self.composition.recorder, self.layouts, len(self._places), width)
+        step = Step([self.lengths[key] for key in self._places], width, self._segments())
+        self._turn = Turn(self, step, undo)
         return self._turn
 
     def unsettled(self, width: int, *, planned: bool = True) -> bool:

@@ -57,8 +57,10 @@ class Quantised:
             # Query heads of one group share keys: a further axis that broadcasts against the parts.
             scaled = scaled.reshape(rows, kv_heads, heads // kv_heads, width, dim)
             parts = tuple(part[:, :, None] for part in parts)
-        options = {"group_size": self.group_size, "bits": self.bits}
-        scores = mx.quantized_matmul(scaled, *parts[:3], transpose=True, **options)
+        keys, key_scales, key_biases, values, value_scales, value_biases = parts
+        scores = mx.quantized_matmul(
+            scaled, keys, key_scales, key_biases, transpose=True, group_size=self.group_size, bits=self.bits
+        )
         if isinstance(mask, str):
             reach = scores.shape[-1]
             mask = mx.arange(reach)[None] <= mx.arange(reach - width, reach)[:, None]
@@ -67,5 +69,7 @@ class Quantised:
         if mask is not None:
             scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
         weights = mx.softmax(scores, axis=-1, precise=True)
-        out = mx.quantized_matmul(weights, *parts[3:], transpose=False, **options)
+        out = mx.quantized_matmul(
+            weights, values, value_scales, value_biases, transpose=False, group_size=self.group_size, bits=self.bits
+        )
         return out.reshape(rows, heads, width, -1)
