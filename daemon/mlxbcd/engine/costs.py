@@ -20,6 +20,8 @@ _SMOOTHING: Final = 0.3
 _FADING: Final = 0.9
 _GOOD_RATE: Final = 0.75
 _FLATTEST: Final = 0.25
+_OUTLIER: Final = 4.0
+"""A figure this many times what was expected counts as no more: the machine was asleep, or swapped."""
 _ROUNDING_S: Final = 1e-9
 _NEAR: Final = 16.0
 """Tokens of context; pieces nearer than this to each other look alike."""
@@ -71,11 +73,16 @@ class Costs:
     def saw_step(self, rows: int, seconds: float) -> None:
         """A decode step of `rows` rows took this long."""
         before = self.step_s.get(rows)
-        self.step_s[rows] = seconds if before is None else before + _SMOOTHING * (seconds - before)
+        if before is not None:
+            seconds = before + _SMOOTHING * (min(seconds, _OUTLIER * before) - before)
+        self.step_s[rows] = seconds
 
     def saw_piece(self, width: int, context: int, seconds: float) -> None:
         """A prefill forward of `width` tokens that follow `context` others took this long."""
-        self.token_s.see(context + width / 2, max(seconds - self._fixed, 0.0) / width, width)
+        middle, per_token = context + width / 2, max(seconds - self._fixed, 0.0) / width
+        if self.widest:
+            per_token = min(per_token, _OUTLIER * self.token_s.at(middle))
+        self.token_s.see(middle, per_token, width)
         self.widest = max(self.widest, width)
 
     def step(self, rows: int) -> float:

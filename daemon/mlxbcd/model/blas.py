@@ -27,7 +27,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,6 @@ _BUILD_TIMEOUT_S: Final = 120
 MAX_THREADS: Final = 64
 _DEFAULT_THREADS: Final = 4
 """More don't pay: decoding is bound by the memory, which a few cores saturate."""
-_AVX512: Final = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +123,9 @@ def _own_directory(directory: Path) -> None:
     _check_owner(directory, directory.lstat(), stat.S_ISDIR)
 
 
-def _check_owner(path: Path, found: os.stat_result, kind: object) -> None:
+def _check_owner(path: Path, found: os.stat_result, is_kind: Callable[[int], bool]) -> None:
     """What is loaded into the process must be the user's own, and nobody else's to change."""
-    is_kind = kind(found.st_mode)  # type: ignore[operator]
-    if not is_kind or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise _Unavailable(f"{path} is not yours alone; remove it")
 
 
@@ -139,7 +137,7 @@ def _fingerprint(compiler: str) -> str:
         _SOURCE.read_bytes(),
         f"{real} {found.st_size} {found.st_mtime_ns}".encode(),
         " ".join(_FLAGS).encode(),
-        f"{platform.machine()} {' '.join(sorted(_cpu()['flags']))}".encode(),
+        f"{platform.machine()} {_cpu_flags()}".encode(),
     )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
@@ -182,7 +180,7 @@ def _openblas() -> Path:
 
 def _load(library: Path, openblas: Path) -> int:
     """Put `library` in front of MLX's BLAS; returns its number of threads."""
-    with _environment(_openblas_settings()):
+    with _environment({"OPENBLAS_NUM_THREADS": "1"}):
         full = ctypes.CDLL(str(openblas))
     try:
         # The environment was too late if NumPy has loaded it already.
@@ -197,15 +195,6 @@ def _load(library: Path, openblas: Path) -> int:
         raise _Unavailable(f"the fast one gives wrong products on this processor; remove {library} to build it again")
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL | os.RTLD_NOW)
     return threads
-
-
-def _openblas_settings() -> dict[str, str]:
-    settings = {"OPENBLAS_NUM_THREADS": "1"}
-    cpu = _cpu()
-    # OpenBLAS knows AMD's processors by name, and takes new ones for old ones without AVX-512: half as fast.
-    if "AuthenticAMD" in cpu["vendor_id"] and cpu["flags"] >= _AVX512 and "OPENBLAS_CORETYPE" not in os.environ:
-        settings["OPENBLAS_CORETYPE"] = "SkylakeX"
-    return settings
 
 
 @contextmanager
@@ -253,15 +242,11 @@ def _multiplies(shim: ctypes.CDLL) -> bool:
     return True
 
 
-def _cpu() -> dict[str, frozenset[str]]:
-    """Words of /proc/cpuinfo's `vendor_id` and `flags` lines; empty sets where it has none."""
-    found: dict[str, frozenset[str]] = {"vendor_id": frozenset(), "flags": frozenset()}
+def _cpu_flags() -> str:
+    """The extensions that /proc/cpuinfo says the processor has, in one line; empty where it doesn't say."""
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if not line.strip():
-                break
             key, _, value = line.partition(":")
-            key = {"Features": "flags"}.get(key.strip(), key.strip())
-            if key in found:
-                found[key] = frozenset(value.split())
-    return found
+            if key.strip() in ("flags", "Features"):
+                return " ".join(sorted(value.split()))
+    return ""

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from mlxbcd.model import cpu
 
 _TRUNKS = ("model", "transformer", "backbone")
 _HEADS = {"lm_head", "as_linear", "output", "embed_out", "embed_tokens", "lm_head_gain"}
@@ -31,9 +34,7 @@ class HeldKeys:
     A plain class, not a Protocol: the seam tests every attention call of every layer for it.
     """
 
-    def attend(
-        self, queries: mx.array, values: Any, scale: float, mask: Any, sinks: mx.array | None
-    ) -> mx.array:
+    def attend(self, queries: mx.array, values: Any, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         """Attention of queries [B, heads, N, D] over these keys and their values; [B, heads, N, D]."""
         raise NotImplementedError
 
@@ -66,16 +67,19 @@ class Forward:
         if self._trunk is not None:
             _bind_trunk(self._trunk)
         bind_attention(model)
+        self._on_cpu = mx.default_device().type == mx.DeviceType.cpu
+        if self._on_cpu:
+            cpu.bind(model)
 
     def __repr__(self) -> str:
         return f"Forward({type(self.model).__module__.rsplit('.', 1)[-1]}, separate_head={self.separate_head})"
 
     def hidden(self, ids: mx.array, caches: Sequence[Any]) -> mx.array:
         """Hidden states [B, N, D] of ids [B, N] after the final norm, advancing `caches` by N."""
-        if self._trunk is None:
-            return cast(mx.array, self.model(ids, cache=caches))
-        self.model(ids, cache=caches)  # the head's graph is built but never evaluated
-        return _seam(self._trunk).take()
+        with cpu.computing() if self._on_cpu else nullcontext():
+            logits = self.model(ids, cache=caches)
+        # Where the trunk could be told apart, the head's graph was built but is never evaluated.
+        return cast(mx.array, logits) if self._trunk is None else _seam(self._trunk).take()
 
     def head(self, hidden: mx.array) -> mx.array:
         """Logits [B, N, vocab] of hidden states [B, N, D]."""
@@ -162,10 +166,14 @@ def attend(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """The zoo's `scaled_dot_product_attention`, unless a layout holds the keys. `cache` may be None where a layer shares
-    another layer's keys."""
+    """The zoo's `scaled_dot_product_attention`, unless a layout holds the keys.
+
+    `cache` may be None where a layer shares another layer's keys.
+    """
     if isinstance(keys, HeldKeys):
         return keys.attend(queries, values, scale, mask, sinks)
+    if isinstance(keys, mx.array) and (out := cpu.attention(queries, keys, values, scale, mask, sinks)) is not None:
+        return out
     return cast(mx.array, _zoo_attention(queries, keys, values, cache, scale, mask, sinks))
 
 

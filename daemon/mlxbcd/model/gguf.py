@@ -20,6 +20,7 @@ This module is NumPy only and may run on any thread.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -344,7 +345,7 @@ def _integer(file: GGUFFile, key: str, default: int | None = None) -> int:
 
 def _number(file: GGUFFile, key: str, default: float | None = None) -> float:
     value = file.metadata.get(f"{_ARCHITECTURE}.{key}", default)
-    if not isinstance(value, int | float) or not value > 0:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
         file.fail(f"lacks a usable {_ARCHITECTURE}.{key} (found {value!r})")
     # float32 in the file: its shortest decimal form, so that 1e-5 does not read 9.999999747378752e-06.
     return float(str(np.float32(value)))

@@ -304,7 +304,7 @@ static void parallel(work *run, const product *p, int64_t total, int64_t chunk) 
     atomic_store(&pool.open, 0);
     for (unsigned turn = 1; atomic_load(&pool.inside); turn++) {
         relax();
-        if (turn % 256 == 0) sched_yield();
+        if (turn % 64 == 0) sched_yield();
     }
     atomic_store(&pool.busy, 0);
 }

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
+from mlxbcd.engine.calibrate import faster_ahead
 from mlxbcd.engine.executor import Executor
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.autoregressive import Ahead
 from mlxbcd.model import zoo
 from mlxbcd.model.forward import Forward
 from mlxbcd.model.load import Cancelled, Loaded, context_length, load
-from mlxbcd.state.composition import inspect
+from mlxbcd.state.composition import Composition, inspect
 
 
 @dataclass(slots=True)
@@ -69,13 +69,14 @@ def build(directory: Path, progress: Callable[[int, int], None], cancelled: Call
 def _assemble(loaded: Loaded) -> Built:
     forward = Forward(loaded.model)
     composition = inspect(loaded.model, str(loaded.config["model_type"]))
-    executor = Executor(forward, composition, _vocab_size(forward), _ahead())
+    vocab_size = _vocab_size(forward)
+    executor = Executor(forward, composition, vocab_size, _ahead(forward, composition, vocab_size))
     return Built(
         executor,
         dtype=loaded.dtype,
         bytes=loaded.bytes,
         context=context_length(loaded.config),
-        vocab_size=executor.vocab_size,
+        vocab_size=vocab_size,
         reason=composition.reason,
     )
 
@@ -88,6 +89,8 @@ def _vocab_size(forward: Forward) -> int:
     return forward.head(hidden).shape[-1]
 
 
-def _ahead() -> Ahead:
-    """Where the CPU computes, a step submitted early takes a core from the host; elsewhere it hides the host's work."""
-    return Ahead.BUILD if sys.platform != "darwin" and mx.default_device().type == mx.DeviceType.cpu else Ahead.RUN
+def _ahead(forward: Forward, composition: Composition, vocab_size: int) -> Ahead:
+    """Where the CPU computes, a step submitted early takes a core from the host: there is nothing to measure."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return Ahead.BUILD
+    return faster_ahead(forward, composition, vocab_size)

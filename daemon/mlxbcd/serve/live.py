@@ -106,8 +106,6 @@ class LiveService:
     async def drain(self) -> None:
         """See `contract.Service.drain`."""
         self._draining = True
-        if self._warming is not None:
-            self._warming.cancel()
         await self._idle.wait()
 
     async def close(self) -> None:

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlxbcd.model.forward import HeldKeys
 from mlxbcd.state.geometry import Change, Class, Key, Move, Place
+from mlxbcd.state.layout import Trace
 from mlxbcd.state.schemes import Parts, Plain, Scheme
 from mlxbcd.state.step import Segment, Step
 from mlxbcd.state.store import Heads, Prefix, Store
@@ -72,13 +73,14 @@ class AttentionLayout:
 
     def floor(self, length: int) -> int:
         """The oldest position that a row of `length` tokens must keep."""
-        return 0 if self.window is None else max(0, length - self.window)
+        return 0 if self.window is None else max(0, length - self.window + 1)
 
-    def retained(self, place: Place, length: int) -> int:
-        """The shortest length a row of `length` tokens can still be trimmed to."""
-        if self.window is None or length <= self.ring(place.group):
+    def retained(self, place: Place, trace: Trace) -> int:
+        if self.window is None:
             return 0
-        return length - self.ring(place.group) + self.window - 1
+        # A slot holds what was put there and written since, but no more than its ring.
+        oldest = max(self.floor(trace.placed), trace.written - self.ring(place.group))
+        return oldest + self.window - 1 if oldest > 0 else 0
 
     def arrays(self) -> list[mx.array]:
         return [part for store in self.stores.values() for part in store.parts]
@@ -98,9 +100,7 @@ class AttentionLayout:
         known = [prefix for prefix in joiners.values() if prefix is not None]
         heads = self.heads
         if heads is None and known:
-            if not isinstance(known[0].scheme, Plain):
-                raise ValueError("the first row of a collection must be plain, or follow one")
-            heads = Heads.of(*known[0].parts)
+            heads = known[0].heads
         prepared = Prepared(self, change, heads)
         if heads is None:
             return prepared

@@ -31,6 +31,7 @@ WIDEST_STEP: Final = 512
 """Tokens of the widest step of a row in preparation."""
 
 _WRONG_IN_BATCH: Final[Mapping[str, str]] = {
+    "plamo3": "the zoo gives its prompts a wider window than its cache keeps",
     "longcat_flash_ngram": "its state's shape depends on how many tokens a row has seen",
 }
 """model_type → why rows of that family may not share a forward although every layer has a layout."""
@@ -106,15 +107,18 @@ def inspect(model: nn.Module, model_type: str, kv: KvScheme | None = None) -> Co
     if reason:
         return Composition(kinds, make, reason, kv_reason=reason, rollback_reason=reason)
     recorder = Recorder(model) if any("ArraysCache" in kind for kind in kinds) else None
-    opaque = _runs(model, [Class(geometry.SMALLEST), Class(2 * geometry.SMALLEST)], make, opaque=True)
-    if not opaque and not _runs(model, [Class(geometry.SMALLEST)], make, opaque=False):
-        reason = "its forward does not run over shared rows"
+    plain = Class(geometry.SMALLEST)
+    opaque = not _fault(model, [plain, Class(2 * geometry.SMALLEST)], make, None, opaque=True)
+    if not opaque and (fault := _fault(model, [plain], make, None, opaque=False)):
+        reason = f"its forward does not run over shared rows ({fault})"
         return Composition(kinds, make, reason, kv_reason=reason, rollback_reason=reason)
     kv_reason = ""
     if not opaque:
         kv_reason = "the model computes with its keys and values itself"
-    elif not any("KVCache" in kind for kind in kinds):
+    elif not any("KVCache" in kind.replace("RotatingKVCache", "") for kind in kinds):
         kv_reason = "no layer keeps keys and values of every position"
+    elif kv is not None:
+        kv_reason = _fault(model, [Class(geometry.SMALLEST, quantised=True)], make, kv.scheme, opaque=True)
     if kv is not None and kv_reason:
         raise ValueError(f"keys and values can't be quantised: {kv_reason}")
     rollback_reason = _NO_ROLLBACK.get(model_type, "")
@@ -152,15 +156,23 @@ def _refusal(stock: Sequence[Any], model_type: str) -> str:
     return ""
 
 
-def _runs(model: nn.Module, classes: Sequence[Class], make: Callable[[], list[Any]], *, opaque: bool) -> bool:
-    """Whether the model builds its graph over two ragged rows in these classes. Nothing is evaluated."""
+def _fault(
+    model: nn.Module,
+    classes: Sequence[Class],
+    make: Callable[[], list[Any]],
+    scheme: Scheme | None,
+    *,
+    opaque: bool,
+) -> str:
+    """Why the model can't build its graph over two ragged rows in these classes; empty if it can. Nothing is
+    evaluated."""
     ends = [2] if len(classes) == 1 else [1, 2]
     begins = [0, *ends[:-1]]
     segments = [Segment(begin, end, group) for begin, end, group in zip(begins, ends, classes, strict=True)]
     step = Step([1, 2], 1, segments)
-    caches = [_layout(cache, 1, None, opaque).view(step) for cache in make()]
+    caches = [_layout(cache, 1, scheme, opaque).view(step) for cache in make()]
     try:
         model(mx.zeros((2, 1), dtype=mx.int32), cache=caches)
-    except (AttributeError, TypeError, ValueError, IndexError):
-        return False
-    return True
+    except (AttributeError, TypeError, ValueError, IndexError) as error:
+        return str(error)
+    return ""

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 from mlxbcd.state.geometry import Change, Key, Place
 from mlxbcd.state.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """How a row came to its state, which decides how far it can be cut back.
+
+    Attributes:
+        length: tokens the state covers.
+        placed: tokens it covered when it was last put into its slot.
+        written: the furthest position ever written since, those of taken-back tokens included.
+    """
+
+    length: int
+    placed: int
+    written: int
 
 
 class LayerState(Protocol):
@@ -56,8 +72,8 @@ class Layout(Protocol):
         """An independent copy of one row's state, not yet evaluated; None before the layer's first forward."""
         ...
 
-    def retained(self, place: Place, length: int) -> int:
-        """The shortest length the row can be trimmed to; `length` where nothing can be taken back."""
+    def retained(self, place: Place, trace: Trace) -> int:
+        """The shortest length the row can be cut back to; its own where nothing can be taken back."""
         ...
 
     def prepare(self, change: Change, lengths: Mapping[Key, int], joiners: Mapping[Key, Any]) -> Prepared:

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxbcd.state.geometry import Change, Key, Place
-from mlxbcd.state.layout import LayerState, Layout
+from mlxbcd.state.layout import LayerState, Layout, Trace
 from mlxbcd.state.layout import Prepared as PreparedLayer
 from mlxbcd.state.step import Step
 
@@ -64,8 +64,8 @@ class NestedLayout:
     def extract(self, key: Key, place: Place, length: int) -> Nest | None:
         return _nest([layout.extract(key, place, length) for layout in self.inner])
 
-    def retained(self, place: Place, length: int) -> int:
-        return max(layout.retained(place, length) for layout in self.inner)
+    def retained(self, place: Place, trace: Trace) -> int:
+        return max(layout.retained(place, trace) for layout in self.inner)
 
     def prepare(self, change: Change, lengths: Mapping[Key, int], joiners: Mapping[Key, Nest | None]) -> Prepared:
         inner: list[PreparedLayer] = []

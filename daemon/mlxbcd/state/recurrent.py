@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxbcd.state.geometry import Change, Key, Place
+from mlxbcd.state.layout import Trace
 from mlxbcd.state.step import Step
 
 
@@ -88,8 +89,8 @@ class RecurrentLayout:
             return None
         return Recurrence(tuple(None if array is None else mx.contiguous(array) for array in row.slots))
 
-    def retained(self, place: Place, length: int) -> int:
-        return length
+    def retained(self, place: Place, trace: Trace) -> int:
+        return trace.length
 
     def prepare(self, change: Change, lengths: Mapping[Key, int], joiners: Mapping[Key, Recurrence | None]) -> Prepared:
         order = tuple(change.places)

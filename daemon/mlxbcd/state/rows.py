@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlxbcd.state import geometry
 from mlxbcd.state.composition import WIDEST_STEP, Composition
 from mlxbcd.state.geometry import Change, Class, Key, Place
-from mlxbcd.state.layout import Layout, Prepared
+from mlxbcd.state.layout import Layout, Prepared, Trace
 from mlxbcd.state.replay import Undo
 from mlxbcd.state.step import Segment, Step
 
@@ -131,6 +131,8 @@ class Rows:
         self.widest = widest
         self.layouts: list[Layout] = composition.layouts(widest)
         self.lengths: dict[Key, int] = {}
+        self._placed: dict[Key, int] = {}
+        self._written: dict[Key, int] = {}
         self._converted: dict[Key, int] = {}
         self._places: Mapping[Key, Place] = {}
         self._slots: Mapping[Class, int] = {}
@@ -255,8 +257,9 @@ class Rows:
 
     def retained(self, key: Key) -> int:
         """The shortest length a row can be cut back to."""
-        place, length = self._places[key], self.lengths[key]
-        return max((layout.retained(place, length) for layout in self.layouts), default=0)
+        place = self._places[key]
+        trace = Trace(self.lengths[key], self._placed[key], self._written[key])
+        return max((layout.retained(place, trace) for layout in self.layouts), default=0)
 
     def reusable_from(self, key: Key) -> int:
         """The shortest prefix of a row that has what a cold run would have: see `RowState.converted_at`."""
@@ -320,6 +323,7 @@ class Rows:
             raise RuntimeError("this turn is not open")
         for key, start, count in zip(self._places, turn.step.starts, kept, strict=True):
             self.lengths[key] = start + count
+            self._written[key] = max(self._written[key], start + turn.step.width)
         self._turn = None
 
     def _settle(self, prepared: PreparedChange) -> None:
@@ -327,3 +331,6 @@ class Rows:
         self._slots = prepared.change.slots
         self.lengths = {key: prepared.lengths[key] for key in prepared.change.places}
         self._converted = dict(prepared.converted)
+        moved = {move.key: self.lengths[move.key] for move in prepared.change.moves}
+        self._placed = {key: moved[key] if key in moved else self._placed[key] for key in self.lengths}
+        self._written = {key: moved[key] if key in moved else self._written[key] for key in self.lengths}

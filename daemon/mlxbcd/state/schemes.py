@@ -7,6 +7,8 @@ from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 
+from mlxbcd.model import cpu
+
 Parts: TypeAlias = tuple[mx.array, ...]
 """Keys and values as a scheme stores them: arrays [rows, heads, positions, …]."""
 
@@ -16,6 +18,10 @@ class Scheme(Protocol):
 
     def encode(self, keys: mx.array, values: mx.array) -> Parts:
         """Keys and values [rows, heads, positions, dim] as parts."""
+        ...
+
+    def origin(self, parts: Parts) -> tuple[int, int, mx.Dtype]:
+        """The dimension of the keys, of the values, and the type that were encoded as these parts."""
         ...
 
     def attend(self, queries: mx.array, parts: Parts, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
@@ -30,8 +36,14 @@ class Plain:
     def encode(self, keys: mx.array, values: mx.array) -> Parts:
         return keys, values
 
+    def origin(self, parts: Parts) -> tuple[int, int, mx.Dtype]:
+        keys, values = parts
+        return keys.shape[3], values.shape[3], keys.dtype
+
     def attend(self, queries: mx.array, parts: Parts, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         keys, values = parts
+        if (out := cpu.attention(queries, keys, values, scale, mask, sinks)) is not None:
+            return out
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
@@ -45,6 +57,10 @@ class Quantised:
     def encode(self, keys: mx.array, values: mx.array) -> Parts:
         packed = [mx.quantize(array, group_size=self.group_size, bits=self.bits) for array in (keys, values)]
         return tuple(part for parts in packed for part in parts)
+
+    def origin(self, parts: Parts) -> tuple[int, int, mx.Dtype]:
+        keys, scales, _, values, *_ = parts
+        return keys.shape[3] * 32 // self.bits, values.shape[3] * 32 // self.bits, scales.dtype
 
     def attend(self, queries: mx.array, parts: Parts, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         if sinks is not None:

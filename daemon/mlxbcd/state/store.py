@@ -42,6 +42,11 @@ class Prefix:
     def arrays(self) -> list[mx.array]:
         return list(self.parts)
 
+    @property
+    def heads(self) -> Heads:
+        """Shape and type of a token's keys and values before they were encoded."""
+        return Heads(self.parts[0].shape[1], *self.scheme.origin(self.parts))
+
     def convert(self, scheme: Scheme) -> Prefix:
         """The same row under another scheme.
 
