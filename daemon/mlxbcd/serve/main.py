@@ -29,7 +29,7 @@ _OTHER_FILES: Final = 256
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the daemon, or start one in the background; the exit code.
+    """Run the daemon, or start one in the background; the exit code, with which a daemon ends the process itself.
 
     0 means that nothing should be started again: told to stop, or another daemon serves already. 78 is a
     setting that can't work, 70 a failure after which a service manager should start the daemon again.
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         return _complain(error)
     faulthandler.enable()
-    return run(command.options, _service)
+    return _end(run(command.options, _service))
 
 
 def run(options: Options, build: Build, limits: Limits | None = None) -> int:
@@ -110,6 +110,15 @@ async def _service(options: Options, on_fatal: Fault) -> Service:
 def _leave(listener: Listener, code: int) -> NoReturn:
     """End the process now: leaving the loop would wait for threads that may never return."""
     listener.close()
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process without taking the interpreter down first.
+
+    A thread that has used MLX destroys its part of MLX after Python has joined it, and needs the interpreter for that:
+    one that is being taken down meanwhile would abort the process.
+    """
     logging.shutdown()
     os._exit(code)
 

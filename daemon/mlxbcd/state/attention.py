@@ -47,13 +47,21 @@ class AttentionLayout:
         widest: tokens of the widest step, which a window's ring leaves room for.
         scheme: how rows of quantised classes are stored.
         opaque: the model does not look into its keys and values.
+        grouped_mask: the model's scores have an axis for the query heads of a group, so its masks need one too.
     """
 
     def __init__(
-        self, *, window: int | None = None, widest: int = 1, scheme: Scheme | None = None, opaque: bool = True
+        self,
+        *,
+        window: int | None = None,
+        widest: int = 1,
+        scheme: Scheme | None = None,
+        opaque: bool = True,
+        grouped_mask: bool = False,
     ) -> None:
         self.window = window
         self.opaque = opaque
+        self.grouped_mask = grouped_mask
         self.stores: dict[Class, Store] = {}
         self.heads: Heads | None = None
         self._limit = None if window is None else window + widest - 1
@@ -175,7 +183,10 @@ class AttentionView:
             self._step.mask(segment, self._layout.ring(segment.group), window, as_array=return_array)
             for segment in self._step.segments
         ]
-        return masks[0] if len(masks) == 1 else Masks(tuple(masks))
+        if len(masks) > 1:
+            return Masks(tuple(masks))
+        (mask,) = masks
+        return mask[:, :, None] if self._layout.grouped_mask and isinstance(mask, mx.array) else mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append [B, heads, N, dim] and return all positions up to the longest row's end."""

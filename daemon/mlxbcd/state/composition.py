@@ -8,7 +8,7 @@ of that row alone; anything else is served one row at a time with the zoo's own 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import mlx.core as mx
@@ -31,6 +31,7 @@ WIDEST_STEP: Final = 512
 """Tokens of the widest step of a row in preparation."""
 
 _WRONG_IN_BATCH: Final[Mapping[str, str]] = {
+    "minimax_m3_vl": "its sparse attention places queries by slot, which rows of different lengths do not share",
     "plamo3": "the zoo gives its prompts a wider window than its cache keeps",
     "longcat_flash_ngram": "its state's shape depends on how many tokens a row has seen",
 }
@@ -50,14 +51,29 @@ class KvScheme:
 
 
 @dataclass(frozen=True, slots=True)
+class Traits:
+    """How a model reads its attention layers.
+
+    Attributes:
+        opaque: it hands keys and values straight to attention, so rows of several classes can run in one forward; else
+            all rows of a collection share one class.
+        grouped_mask: its scores have an axis for the query heads of a group, which a mask needs too.
+        scheme: how long rows' keys and values are stored; None stores them as they come.
+    """
+
+    opaque: bool = True
+    grouped_mask: bool = False
+    scheme: Scheme | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Composition:
     """What the layers of one model hold.
 
     Attributes:
         kinds: the zoo's cache class of each layer.
         reason: why rows run alone; empty where they share a batch.
-        opaque: the model hands keys and values straight to attention, so rows of several classes can run in one
-            forward; else all rows of a collection share one class.
+        traits: how the model reads its attention layers.
         recorder: records forwards that may be taken back, where some layer's state can't take tokens back by itself.
         rollback_reason: why a forward can't be taken back in part; empty where it can.
         kv: the scheme of long rows; None stores them as they come.
@@ -67,11 +83,16 @@ class Composition:
     kinds: tuple[str, ...]
     make_stock: Callable[[], list[Any]]
     reason: str = ""
-    opaque: bool = True
+    traits: Traits = Traits()
     recorder: Recorder | None = None
     rollback_reason: str = ""
     kv: KvScheme | None = None
     kv_reason: str = ""
+
+    @property
+    def opaque(self) -> bool:
+        """See `Traits.opaque`."""
+        return self.traits.opaque
 
     @property
     def batches(self) -> bool:
@@ -86,8 +107,7 @@ class Composition:
         """
         if self.reason:
             raise ValueError(self.reason)
-        scheme = self.kv.scheme if self.kv is not None else None
-        return [_layout(cache, widest, scheme, self.opaque) for cache in self.make_stock()]
+        return [_layout(cache, widest, self.traits) for cache in self.make_stock()]
 
 
 def inspect(model: nn.Module, model_type: str, kv: KvScheme | None = None) -> Composition:
@@ -107,22 +127,22 @@ def inspect(model: nn.Module, model_type: str, kv: KvScheme | None = None) -> Co
     if reason:
         return Composition(kinds, make, reason, kv_reason=reason, rollback_reason=reason)
     recorder = Recorder(model) if any("ArraysCache" in kind for kind in kinds) else None
-    plain = Class(geometry.SMALLEST)
-    opaque = not _fault(model, [plain, Class(2 * geometry.SMALLEST)], make, None, opaque=True)
-    if not opaque and (fault := _fault(model, [plain], make, None, opaque=False)):
-        reason = f"its forward does not run over shared rows ({fault})"
+    traits, reason = _traits(model, make)
+    if reason:
+        reason = f"its forward does not run over shared rows ({reason})"
         return Composition(kinds, make, reason, kv_reason=reason, rollback_reason=reason)
     kv_reason = ""
-    if not opaque:
+    if not traits.opaque:
         kv_reason = "the model computes with its keys and values itself"
     elif not any("KVCache" in kind.replace("RotatingKVCache", "") for kind in kinds):
         kv_reason = "no layer keeps keys and values of every position"
     elif kv is not None:
-        kv_reason = _fault(model, [Class(geometry.SMALLEST, quantised=True)], make, kv.scheme, opaque=True)
+        traits = replace(traits, scheme=kv.scheme)
+        kv_reason = _fault(model, [Class(geometry.SMALLEST, quantised=True)], make, traits)
     if kv is not None and kv_reason:
         raise ValueError(f"keys and values can't be quantised: {kv_reason}")
     rollback_reason = _NO_ROLLBACK.get(model_type, "")
-    return Composition(kinds, make, "", opaque, recorder, rollback_reason, kv, kv_reason)
+    return Composition(kinds, make, "", traits, recorder, rollback_reason, kv, kv_reason)
 
 
 def _kind(cache: Any) -> str:
@@ -130,16 +150,17 @@ def _kind(cache: Any) -> str:
     return f"{name}({', '.join(map(_kind, cache.caches))})" if name == "CacheList" else name
 
 
-def _layout(cache: Any, widest: int, scheme: Scheme | None, opaque: bool) -> Layout:
+def _layout(cache: Any, widest: int, traits: Traits) -> Layout:
+    opaque, grouped = traits.opaque, traits.grouped_mask
     match type(cache).__name__:
         case "KVCache":
-            return AttentionLayout(scheme=scheme, opaque=opaque)
+            return AttentionLayout(scheme=traits.scheme, opaque=opaque, grouped_mask=grouped)
         case "RotatingKVCache":
-            return AttentionLayout(window=cache.max_size, widest=widest, opaque=opaque)
+            return AttentionLayout(window=cache.max_size, widest=widest, opaque=opaque, grouped_mask=grouped)
         case "ArraysCache":
             return RecurrentLayout(len(cache.cache))
         case "CacheList":
-            return NestedLayout([_layout(inner, widest, scheme, opaque) for inner in cache.caches])
+            return NestedLayout([_layout(inner, widest, traits) for inner in cache.caches])
     raise ValueError(f"no layout for {type(cache).__name__}")
 
 
@@ -156,23 +177,31 @@ def _refusal(stock: Sequence[Any], model_type: str) -> str:
     return ""
 
 
-def _fault(
-    model: nn.Module,
-    classes: Sequence[Class],
-    make: Callable[[], list[Any]],
-    scheme: Scheme | None,
-    *,
-    opaque: bool,
-) -> str:
-    """Why the model can't build its graph over two ragged rows in these classes; empty if it can. Nothing is
-    evaluated."""
-    ends = [2] if len(classes) == 1 else [1, 2]
-    begins = [0, *ends[:-1]]
-    segments = [Segment(begin, end, group) for begin, end, group in zip(begins, ends, classes, strict=True)]
-    step = Step([1, 2], 1, segments)
-    caches = [_layout(cache, 1, scheme, opaque).view(step) for cache in make()]
+def _traits(model: nn.Module, make: Callable[[], list[Any]]) -> tuple[Traits, str]:
+    """How the model reads its attention layers, found by trying; and why nothing works, if nothing does."""
+    small = Class(geometry.SMALLEST)
+    if not _fault(model, [small, Class(2 * geometry.SMALLEST)], make, Traits()):
+        return Traits(), ""
+    fault = ""
+    for grouped in (False, True):
+        traits = Traits(opaque=False, grouped_mask=grouped)
+        fault = _fault(model, [small], make, traits)
+        if not fault:
+            return traits, ""
+    return Traits(opaque=False), fault
+
+
+def _fault(model: nn.Module, classes: Sequence[Class], make: Callable[[], list[Any]], traits: Traits) -> str:
+    """Why the model can't build its graph over ragged rows in these classes; empty if it can. Nothing is evaluated.
+
+    Seven rows: a number that divides no head count, so that an axis taken for another one does not go unnoticed.
+    """
+    cuts = [0, 7] if len(classes) == 1 else [0, 3, 7]
+    segments = [Segment(a, b, group) for a, b, group in zip(cuts, cuts[1:], classes, strict=False)]
+    step = Step(range(1, 8), 1, segments)
+    caches = [_layout(cache, 1, traits).view(step) for cache in make()]
     try:
-        model(mx.zeros((2, 1), dtype=mx.int32), cache=caches)
+        logits = model(mx.zeros((7, 1), dtype=mx.int32), cache=caches)
     except (AttributeError, TypeError, ValueError, IndexError) as error:
         return str(error)
-    return ""
+    return "" if logits.shape[:2] == (7, 1) else f"logits of shape {logits.shape} for 7 rows"

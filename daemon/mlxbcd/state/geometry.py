@@ -112,7 +112,7 @@ def plan(
     unknown = [key for key in kept if key not in places]
     if unknown:
         raise ValueError(f"rows {unknown} are not in this collection")
-    taken = set(kept)
+    taken, joiners = set(kept), set(joining)
     for key in joining:
         if key in taken:
             raise ValueError(f"row {key!r} is in this collection already")
@@ -140,7 +140,7 @@ def plan(
         for key in [*displaced, *entering]:
             slot = next(holes)
             by_slot[slot] = key
-            moves.append(Move(key, places.get(key), Place(group, slot)))
+            moves.append(Move(key, None if key in joiners else places[key], Place(group, slot)))
         for slot in range(rows):
             result[by_slot[slot]] = Place(group, slot)
         room[group] = slots_for(rows, slots.get(group, 0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -71,7 +72,7 @@ class RecurrentLayout:
         return [array for array in self.slots if array is not None]
 
     def view(self, step: Step) -> RecurrentView:
-        return RecurrentView(self)
+        return _view_class()(self)
 
     def row(self, key: Key) -> Recurrence | None:
         """One row's arrays, as views."""
@@ -97,6 +98,9 @@ class RecurrentLayout:
         if order == self.order:
             return Prepared(self, order, list(self.slots))
         rows = [joiners[key] if key in joiners else self.row(key) for key in order]
+        if len({row is None for row in rows}) > 1:
+            # Zeros are not how every model starts: some treat their first token by the absence of a state.
+            raise ValueError("a row that has processed nothing can't share a recurrent layer with rows that have")
         return Prepared(self, order, [_stack(rows, slot) for slot in range(len(self.slots))])
 
     def scrub(self, place: Place) -> None:
@@ -104,13 +108,9 @@ class RecurrentLayout:
 
 
 def _stack(rows: Sequence[Recurrence | None], slot: int) -> mx.array | None:
-    """One array of all rows; a row that has none yet starts from zeros, as the model would start it."""
-    arrays = [None if row is None else row.slots[slot] for row in rows]
-    sample = next((array for array in arrays if array is not None), None)
-    if sample is None:
-        return None
-    blank = mx.zeros((1, *sample.shape[1:]), sample.dtype)
-    return mx.concatenate([blank if array is None else array for array in arrays])
+    """One array of all rows."""
+    arrays = [array for row in rows if row is not None and (array := row.slots[slot]) is not None]
+    return mx.concatenate(arrays) if arrays else None
 
 
 class RecurrentView:
@@ -152,3 +152,11 @@ class RecurrentView:
 
     def empty(self) -> bool:
         return self.layout.slots[0] is None
+
+
+@cache
+def _view_class() -> type[RecurrentView]:
+    """The view as a subclass of the zoo's own cache, for models that ask for its type before they write to it."""
+    from mlx_lm.models.cache import ArraysCache
+
+    return type("RecurrentView", (RecurrentView, ArraysCache), {})

@@ -146,12 +146,20 @@ class Undo:
 
         Raises:
             RuntimeError: the forward was not recorded.
+            ValueError: some rows are back at nothing, others aren't: a recurrent layer can't hold both.
         """
         counts = sorted(set(kept))
         if counts == [self._width]:
             return
         if self.tape is None:
             raise RuntimeError("a forward of recurrent layers can only be taken back if it was recorded")
+        if counts[0] == 0 and any(array is None for outer in self._before for slots in outer for array in slots):
+            if counts != [0]:
+                raise ValueError("a row can't take back its very first tokens beside rows that keep some")
+            for outer, before in zip(self._layouts, self._before, strict=True):
+                for layout, slots in zip(recurrent(outer), before, strict=True):
+                    layout.slots = list(slots)
+            return
         groups = [(count, [row for row, n in enumerate(kept) if n == count]) for count in counts]
         order = [row for _, rows in groups for row in rows]
         place = mx.array(sorted(range(len(order)), key=order.__getitem__), dtype=mx.int32)
@@ -173,19 +181,12 @@ class Undo:
         after = [layout.slots for layout in recurrent(outer)]
         if count == self._width:
             return [[None if array is None else array[index] for array in slots] for slots in after]
-        start = [
-            [_before(old, new, index) for old, new in zip(olds, news, strict=True)]
-            for olds, news in zip(before, after, strict=True)
-        ]
+        start = [[None if array is None else array[index] for array in slots] for slots in before]
         if count == 0:
             return start
         assert self.tape is not None
         call = self.tape.call_of(view)
-        known = [
-            [old if given is not None else None for old, given in zip(olds, givens, strict=True)]
-            for olds, givens in zip(start, before, strict=True)
-        ]
-        sandbox = _sandbox(view, iter(known))
+        sandbox = _sandbox(view, iter(start))
 
         def cut(value: Any) -> Any:
             return self._cut(value, view, sandbox, index, count)
@@ -249,13 +250,6 @@ def _sandboxed(sandbox: Any) -> list[RecurrentLayout]:
     if isinstance(sandbox, NestedView):
         return [layout for inner in sandbox.caches for layout in _sandboxed(inner)]
     return [sandbox.layout] if isinstance(sandbox, RecurrentView) else []
-
-
-def _before(old: mx.array | None, new: mx.array | None, index: mx.array) -> mx.array | None:
-    """Some rows' array from before a forward; zeros where the model had written none, as it would start."""
-    if old is not None:
-        return old[index]
-    return None if new is None else mx.zeros((index.size, *new.shape[1:]), new.dtype)
 
 
 def _weighty_classes() -> tuple[type, ...]:

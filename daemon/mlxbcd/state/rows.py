@@ -180,7 +180,7 @@ class Rows:
         if self._turn is not None:
             raise RuntimeError("membership can't change inside a turn")
         kept = list(self._places if keep is None else keep)
-        sizes = {key: self._places[key].group.capacity for key in kept if key in self._places}
+        sizes = {key: self.lengths[key] + 1 for key in kept if key in self._places}
         sizes |= {key: max(size, sizes.get(key, 0)) for key, size in (room or {}).items()}
         sizes |= {joiner.key: max(joiner.room, joiner.state.length, 1) for joiner in join}
         converted = {key: self._converted[key] for key in kept if key in self._converted}
@@ -289,12 +289,15 @@ class Rows:
         commit(self.prepare(keep=()))
 
     def _classes(self, sizes: Mapping[Key, int], converted: Mapping[Key, int]) -> dict[Key, Class]:
+        """The class of each row with at least `sizes[key]` positions. A row never goes back to a smaller class."""
+        present = {key: place.group.capacity for key, place in self._places.items()}
         if self.composition.opaque:
-            return {key: Class(geometry.capacity_for(size), key in converted) for key, size in sizes.items()}
-        needed = [max(self.lengths.get(key, 0) + 1, 1) if key in self._places else size for key, size in sizes.items()]
-        present = max((group.capacity for group in self._slots), default=0)
-        capacity = geometry.together(needed, present)
-        return {key: Class(capacity) for key in sizes}
+            return {
+                key: Class(max(geometry.capacity_for(size), present.get(key, 0)), key in converted)
+                for key, size in sizes.items()
+            }
+        capacity = geometry.together(sizes.values(), max(present.values(), default=0))
+        return dict.fromkeys(sizes, Class(capacity))
 
     def _due(self) -> list[Key]:
         kv = self.composition.kv

@@ -55,6 +55,9 @@ class Quantised:
     group_size: int
 
     def encode(self, keys: mx.array, values: mx.array) -> Parts:
+        for array in (keys, values):
+            if array.shape[3] % self.group_size:
+                raise ValueError(f"heads of {array.shape[3]} are not a multiple of the group size {self.group_size}")
         packed = [mx.quantize(array, group_size=self.group_size, bits=self.bits) for array in (keys, values)]
         return tuple(part for parts in packed for part in parts)
 

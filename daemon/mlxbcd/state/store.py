@@ -129,14 +129,15 @@ class Store:
 
     def read(self, slot: int, begin: int, end: int) -> Prefix:
         """Positions [begin, end) of one row, still views of the buffers (or a small copy where the ring wraps)."""
-        first, last = begin % self.ring, (end - 1) % self.ring + 1 if end > begin else begin % self.ring
+        first = begin % self.ring
+        past = first + end - begin - self.ring
         parts = []
         for part in self.parts:
             row = part[slot : slot + 1]
-            if last >= first:
-                parts.append(row[:, :, first:last])
+            if past <= 0:
+                parts.append(row[:, :, first : first + end - begin])
             else:
-                parts.append(mx.concatenate([row[:, :, first:], row[:, :, :last]], axis=2))
+                parts.append(mx.concatenate([row[:, :, first:], row[:, :, :past]], axis=2))
         return Prefix(tuple(parts), begin, self.scheme)
 
     def put(self, slot: int, prefix: Prefix) -> None:
