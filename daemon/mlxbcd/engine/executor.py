@@ -37,12 +37,14 @@ class Preparing:
         tokens: prompt and forced tokens.
         position: how many of them are processed. With all of them the first sample is out, and the row joins before
             the next decode step.
+        planned: the position is a planned end.
     """
 
     row: Row
     tokens: tuple[int, ...]
     state: Rows | AloneRow
     position: int = 0
+    planned: bool = True
 
     def __repr__(self) -> str:
         return f"Preparing({self.row.key}: {self.position}/{len(self.tokens)})"
@@ -66,7 +68,8 @@ class Executor:
     _steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        state = Rows(self.composition) if self.composition.batches else None
+        # Decode steps are one token wide, so a sliding window needs no room beyond itself.
+        state = Rows(self.composition, widest=1) if self.composition.batches else None
         self._group = DecodeGroup(self.forward, state, self.ahead)
 
     def __repr__(self) -> str:
@@ -155,7 +158,7 @@ class Executor:
         preparing = self._preparing[piece.key]
         row, context = preparing.row, preparing.position
         try:
-            draw, written = self._advance(preparing, piece.width)
+            draw, written = self._advance(preparing, piece)
             self._guard(self._group.wait, emit)
             began = time.perf_counter()
             samples = draw.read() if draw is not None else []
@@ -177,10 +180,10 @@ class Executor:
         emit(events)
         return PieceCost(piece.width, context, seconds)
 
-    def _advance(self, preparing: Preparing, width: int) -> tuple[Draw | None, list[mx.array]]:
-        """Build the graph of the next `width` prompt tokens: the first sample if they are the last, and the state."""
-        begin, end = preparing.position, preparing.position + width
-        turn = preparing.state.begin(width)
+    def _advance(self, preparing: Preparing, piece: Piece) -> tuple[Draw | None, list[mx.array]]:
+        """Build the graph of a piece: the first sample if it ends the prompt, and the state it writes."""
+        begin, end = preparing.position, preparing.position + piece.width
+        turn = preparing.state.begin(piece.width, planned=preparing.planned)
         ids = mx.array([preparing.tokens[begin:end]], dtype=mx.int32)
         (hidden,) = self.forward.run([Group(ids, turn.caches)])
         draw = None
@@ -188,7 +191,7 @@ class Executor:
             draw = sample(self.forward.head(hidden[:, -1:])[:, -1], [preparing.row.sampler])
         written = turn.arrays()
         turn.resolve()
-        preparing.position = end
+        preparing.position, preparing.planned = end, piece.ends
         return draw, written
 
     def _guard(self, work: Callable[[], None], emit: Emit) -> None:

@@ -61,6 +61,6 @@ class AloneRow:
         """The zoo's caches grow by themselves."""
         return False
 
-    def begin(self, width: int) -> AloneTurn:
-        """Open a turn of `width` tokens."""
+    def begin(self, width: int, *, planned: bool = True) -> AloneTurn:
+        """Open a turn of `width` tokens. No turn of such a row depends on its plan."""
         return AloneTurn(self, width)
