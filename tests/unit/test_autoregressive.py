@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +11,11 @@ import mlx.core as mx
 import pytest
 from tiny import LLAMA, VOCABULARY, make_model, make_request, oracle, parts
 
+from mlxbcd.engine.calibrate import faster_ahead
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Row
 from mlxbcd.methods.events import Drawn, Event, Failed
 from mlxbcd.model.forward import Forward, Group
-from mlxbcd.sampling.sampler import RowSampler, Sample
+from mlxbcd.sampling.sampler import RowSampler, Sample, sample
 from mlxbcd.state.alone import AloneRow
 from mlxbcd.state.composition import Composition, inspect
 from mlxbcd.state.rows import COLD, Joiner, Rows, commit
@@ -58,10 +60,9 @@ def test_a_token_of_broken_logits_is_a_failure_whatever_it_is(token: int) -> Non
 
 def test_a_row_is_exhausted_as_soon_as_its_last_token_is_in_flight() -> None:
     row = make_row(max_tokens=2, drawn=1)
-    assert not row.exhausted
+    before = row.exhausted
     row.sampler.advance(mx.array([4]))
-    assert row.exhausted
-    assert not row.ended
+    assert (before, row.exhausted, row.ended) == (False, True, False)
 
 
 # -- groups
@@ -136,6 +137,26 @@ def test_steps_are_timed_once_and_from_when_the_device_was_free(ahead: Ahead, ev
     assert sum(seconds for _, seconds in timings) <= time.perf_counter() - began
 
 
+@pytest.mark.parametrize("faster", Ahead)
+@pytest.mark.parametrize("alone", [False, True], ids=["batched", "alone"])
+def test_the_mode_that_decodes_faster_is_found_by_trying_both(
+    faster: Ahead, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, composition = parts("llama")
+    if alone:
+        composition = dataclasses.replace(composition, reason="told to")
+    now = [0.0]
+    step = DecodeGroup.step
+
+    def timed(group: DecodeGroup, emit: Any) -> None:
+        step(group, emit)
+        now[0] += 1.0 if group._ahead is faster else 1.5
+
+    monkeypatch.setattr(DecodeGroup, "step", timed)
+    monkeypatch.setattr("mlxbcd.engine.calibrate.time.perf_counter", lambda: now[0])
+    assert faster_ahead(forward, composition, VOCABULARY) is faster
+
+
 # -- memory
 
 
@@ -200,8 +221,8 @@ def prefilled(forward: Forward, state: Rows | AloneRow, row: Row) -> Row:
     """The row after its prompt of one token."""
     turn = state.begin(1)
     (hidden,) = forward.run([Group(mx.array([[1]]), turn.caches)])
-    row.sampler.index += 1
-    row.take(Sample(int(mx.argmax(forward.head(hidden)).item()), finite=True))
+    (drawn,) = sample(forward.head(hidden)[:, -1], [row.sampler]).read()
+    row.take(drawn)
     turn.resolve()
     return row
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer
 from mlxbcd.errors import ServeError
 from mlxbcd.model.gguf import import_gguf
 from mlxbcd.model.load import load
+from mlxbcd.residency import names
 
 RANDOM = np.random.default_rng(7)
 
@@ -63,8 +65,8 @@ def packed_model(kind: int) -> tuple[dict[str, Encoded], dict[str, np.ndarray[An
         if kind == Q4_1:
             exact += offsets.astype(np.float64)[..., None]
         meaning[name] = exact.reshape(rows, -1)
-        parts = (tiny.interleaved(name, part) for part in (scales, offsets, elements))
-        encoded[tiny.gguf_name(name)] = blocks(*parts, kind)
+        scales, offsets, elements = (tiny.interleaved(name, part) for part in (scales, offsets, elements))
+        encoded[tiny.gguf_name(name)] = blocks(scales, offsets, elements, kind)
     return encoded, meaning
 
 
@@ -221,6 +223,8 @@ def test_any_text_survives_its_tokens(tokenizer: Tokenizer, text: str) -> None:
         ({"llama__feed_forward_length": 64}, "has shape"),
         ({"llama__context_length": None}, "llama.context_length"),
         ({"llama__attention__layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon"),
+        ({"llama__rope__freq_base": float("inf")}, "rope.freq_base"),
+        ({"llama__rope__freq_base": float("nan")}, "rope.freq_base"),
         ({"tokenizer__ggml__model": "llama"}, "kind 'llama'"),
         ({"tokenizer__ggml__pre": "qwen2"}, "rule 'qwen2'"),
         ({"tokenizer__ggml__pre": None}, "rule None"),
@@ -312,8 +316,7 @@ def test_a_damaged_byte_is_refused_or_harmless(
     path = tmp_path_factory.mktemp("flip")
     try:
         out = imported(path, bytes(data))
-    except ServeError as error:
-        assert error.code == "load_failed"
+    except ServeError:
         assert not (path / "out").exists()
     else:
         assert (out / "model.safetensors").is_file()
@@ -347,3 +350,28 @@ def test_of_two_imports_at_once_the_first_to_finish_stays(tmp_path: Path, monkey
     import_gguf(source, tmp_path / "out")
     assert (tmp_path / "out" / "first").exists()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["in.gguf", "out"]
+
+
+@pytest.mark.model
+def test_the_embedded_model_is_the_import_that_was_compared_with_mlx_bit_for_bit() -> None:
+    directory = names.resolve(None).path
+    with (directory / "model.safetensors").open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    # Compared once with what mx.load reads from the file, tensor by tensor.
+    assert digest == "c02143334ed01ff109ddaada11000af60ec06987aa9bf7f79a816c18001c3b03"
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    assert tokenizer.encode("In 2024").tokens == ["In", "Ġ", "2", "0", "2", "4"]
+    assert tokenizer.encode("<|im_start|>user").ids[0] == 1
+
+
+@pytest.mark.model
+def test_the_embedded_model_knows_the_capital_of_france() -> None:
+    directory = names.resolve(None).path
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    model = load(directory).model
+    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    answer = tokenizer.encode("The capital of France is Paris.<|im_end|>").ids
+    ids = tokenizer.encode(prompt).ids + answer
+    # Each token of the answer is the likeliest after all before it: greedy decoding in one forward.
+    likeliest = mx.argmax(model(mx.array([ids]))[0], axis=-1)
+    assert np.array(likeliest)[-len(answer) - 1 : -1].tolist() == answer

@@ -14,7 +14,7 @@ from mlxbcd.engine.executor import Executor
 from mlxbcd.engine.runner import Report
 from mlxbcd.engine.scheduler import Iteration, Piece
 from mlxbcd.methods.autoregressive import Ahead
-from mlxbcd.methods.events import Drawn, Event, Failed, Prefilled
+from mlxbcd.methods.events import Drawn, Event, Failed
 from mlxbcd.model import zoo
 from mlxbcd.model.forward import Forward
 from mlxbcd.plan.request import Request, Sampling
@@ -81,16 +81,18 @@ def make_executor(name: str = "llama", *, ahead: Ahead = Ahead.BUILD, alone: boo
 def make_request(prompt: Sequence[int], max_tokens: int = 8, eos: Sequence[int] = (), **settings: Any) -> Request:
     forced = tuple(settings.pop("forced", ()))
     sampling = Sampling(**settings)
-    return Request(
-        prompt=tuple(prompt), max_tokens=max_tokens, eos=frozenset(eos), sampling=sampling, forced=forced
-    )
+    return Request(prompt=tuple(prompt), max_tokens=max_tokens, eos=frozenset(eos), sampling=sampling, forced=forced)
 
 
 def oracle(request: Request, name: str = "llama") -> list[int]:
+    """The tokens of a request by a shared model."""
+    return generate(parts(name)[0].model, request, VOCABULARY)
+
+
+def generate(model: Any, request: Request, vocabulary: int) -> list[int]:
     """The tokens of a request, each from a forward over the whole text so far. The end token is included."""
-    model = parts(name)[0].model
     tokens = [*request.prompt, *request.forced]
-    sampler = RowSampler(request.sampling, tokens, VOCABULARY, len(request.forced))
+    sampler = RowSampler(request.sampling, tokens, vocabulary, len(request.forced))
     drawn: list[int] = []
     while len(request.forced) + len(drawn) < request.max_tokens:
         (best,) = sample(model(mx.array([tokens]))[:, -1], [sampler]).read()
@@ -108,7 +110,6 @@ class Driver:
         self.executor = executor
         self.events: list[Event] = []
         self.report = Report()
-        self.widths: dict[Key, int] = {}
 
     def iterate(
         self,
@@ -145,6 +146,3 @@ class Driver:
         """How a row ended, as often as it did: a reason or an error's code."""
         drawn = [e.ended for e in self.events if isinstance(e, Drawn) and e.key == key and e.ended]
         return [*drawn, *(e.error.code for e in self.events if isinstance(e, Failed) and e.key == key)]
-
-    def position(self, key: Key) -> int:
-        return max((e.position for e in self.events if isinstance(e, Prefilled) and e.key == key), default=0)

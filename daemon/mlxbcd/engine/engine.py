@@ -35,7 +35,7 @@ class Listener(Protocol):
     """
 
     def prefilled(self, position: int, total: int) -> None:
-        """Prompt tokens processed so far."""
+        """Prompt tokens processed so far; 0 when the row begins."""
         ...
 
     def sampled(self, sample: Sample, *, eos: bool) -> None:

@@ -126,6 +126,7 @@ class Executor:
             self._fail([key], error, emit)
         else:
             self._preparing[key] = Preparing(row, tokens, state)
+            emit([Prefilled(key, 0)])
 
     def _let_leave(self, keys: Sequence[Key], emit: Emit) -> None:
         for key in keys:

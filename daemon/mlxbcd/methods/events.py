@@ -15,7 +15,7 @@ End: TypeAlias = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A row has processed `position` prompt tokens."""
+    """A row has processed `position` prompt tokens; 0 says that it begins."""
 
     key: Key
     position: int

@@ -30,13 +30,15 @@ _computing = False
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Inside, bound models build their graphs with this module's operations."""
+    """Inside, one forward of a bound model builds its graph with this module's operations."""
     global _computing
-    before, _computing = _computing, True
+    _computing = True
     try:
         yield
     finally:
-        _computing = before
+        _computing = False
+        # Lazy arrays belong to the thread and the forward that made them.
+        _last.clear()
 
 
 def bind(model: nn.Module) -> None:
@@ -63,11 +65,11 @@ class SharedRope(nn.RoPE):  # type: ignore[misc]  # mlx.nn has no types
         return x * cos + turned * sin
 
 
-_last: dict[tuple[int, float, float], tuple[Any, int, tuple[mx.array, mx.array]]] = {}
+_last: Final[dict[tuple[int, float, float], tuple[Any, int, tuple[mx.array, mx.array]]]] = {}
 
 
 def _tables(offset: int | mx.array, width: int, dims: int, base: float, scale: float) -> tuple[mx.array, mx.array]:
-    """Cosines and signed sines [1 or B, 1, width, dims]; those of the last forward are kept."""
+    """Cosines and signed sines [1 or B, 1, width, dims], kept for the layers that follow."""
     kind = (dims, base, scale)
     known = _last.get(kind)
     if known is not None and known[1] == width and _same(known[0], offset):

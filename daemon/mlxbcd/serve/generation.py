@@ -195,7 +195,7 @@ class Generation:
     def prefilled(self, position: int, total: int) -> None:
         if self.clock.started is None:
             self.clock.started = time.monotonic()
-        if position < total:
+        if 0 < position < total:
             self.progress("prefill", position, total)
 
     def sampled(self, sample: Sample, *, eos: bool) -> None:
