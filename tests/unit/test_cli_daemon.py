@@ -69,7 +69,7 @@ def test_stop_gives_up_after_its_timeout(path: Path, child: subprocess.Popen[byt
         session.until_gone()
 
     with FakeDaemon(path, script, pid=child.pid):
-        assert cli.main(["stop", "--timeout", "0.05"]) == exits.TIMEOUT
+        assert cli.main(["stop", "--timeout", "1"]) == exits.TIMEOUT
     assert f"pid {child.pid}" in output()[1]
 
 

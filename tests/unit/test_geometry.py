@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from mlxbcd.state.geometry import SMALLEST, Change, Class, Move, Place, capacity_for, plan, slots_for, together
@@ -12,7 +14,7 @@ SMALL, LARGE = Class(SMALLEST), Class(2 * SMALLEST)
 def test_each_class_is_twice_the_one_before() -> None:
     capacities = sorted({capacity_for(length) for length in range(1, 40_000, 7)})
     assert capacities[0] == SMALLEST
-    assert all(large == 2 * small for small, large in zip(capacities, capacities[1:], strict=False))
+    assert all(large == 2 * small for small, large in itertools.pairwise(capacities))
 
 
 @pytest.mark.parametrize("capacity", [SMALLEST, 2 * SMALLEST, 64 * SMALLEST])

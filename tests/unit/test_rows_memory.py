@@ -7,12 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from toy_rows import BYTES_PER_TOKEN, DIM, HEADS, composition, forward, live_arrays, prepared, rows_of
+from toy_rows import BYTES_PER_TOKEN, DIM, HEADS, composition, forward, live_arrays, prepared
 
 from mlxbcd.state import geometry
 from mlxbcd.state.composition import Composition
 from mlxbcd.state.geometry import Key
-from mlxbcd.state.rows import COLD, Joiner, Rows, RowState, commit
+from mlxbcd.state.rows import Joiner, Rows, RowState, commit
 from mlxbcd.state.schemes import Plain
 from mlxbcd.state.store import Prefix
 
@@ -87,7 +87,7 @@ def test_taking_tokens_back_copies_nothing(eight: Rows) -> None:
 
 def test_joining_a_free_slot_allocates_no_more_than_the_joiner() -> None:
     made = composition("full", "full")
-    rows = filled(made, {key: 4096 for key in range(7)})
+    rows = filled(made, dict.fromkeys(range(7), 4096))
     state = random_state(made, 4096)
 
     def join() -> None:
@@ -153,7 +153,7 @@ def test_one_long_row_does_not_make_short_ones_long() -> None:
 
 
 def test_memory_goes_back_when_rows_have_left() -> None:
-    rows = filled(composition("full"), {key: 1000 for key in range(8)})
+    rows = filled(composition("full"), dict.fromkeys(range(8), 1000))
     full = rows.nbytes
     commit(rows.prepare(keep=[0]))
     assert rows.nbytes <= full / 4
@@ -161,12 +161,8 @@ def test_memory_goes_back_when_rows_have_left() -> None:
     assert rows.nbytes == 0
 
 
-@pytest.mark.parametrize(
-    "steps", [1500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
-def test_arrays_and_memory_stay_bounded_over_any_number_of_changes(
-    steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("steps", [1500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_arrays_and_memory_stay_bounded_over_any_number_of_changes(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geometry, "SMALLEST", 16)
     made = composition("full", "window", "nested")
     rng = random.Random(7)

@@ -11,7 +11,7 @@ from mlxbcd.state.step import Segment, Step
 from mlxbcd.state.store import Heads, Prefix, Store
 
 HEADS = Heads(heads=2, key_dim=64, value_dim=32, dtype=mx.float32)
-SCHEMES = [Plain(), Quantised(8, 32), Quantised(4, 32)]
+SCHEMES: list[Scheme] = [Plain(), Quantised(8, 32), Quantised(4, 32)]
 
 
 def tokens(rows: int, width: int, seed: int = 0) -> tuple[mx.array, mx.array]:

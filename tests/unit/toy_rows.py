@@ -1,4 +1,4 @@
-"""Owns a toy model over a collection of rows: layers of every kind whose keys, values and states tell whose they are."""
+"""Owns a toy model over a collection of rows: layers of every kind, whose states tell which row they are of."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from importlib import import_module
 
 from mlxbc import __version__
 from mlxbc.cli import exits
+from mlxbc.cli.lean import import_msgspec
 from mlxbc.errors import MlxbcError
 
 COMMANDS = {
@@ -63,15 +64,26 @@ def _dispatch(arguments: list[str]) -> int:
     name, *rest = arguments
     if name not in COMMANDS:
         return _unknown(name)
+    if name != "serve":
+        import_msgspec()
     command = import_module(f"mlxbc.cli.{name}")
     if name == "serve":  # its arguments are the daemon's: not parsed here, `--help` included
         return int(command.run(rest))
     parser = argparse.ArgumentParser(
-        prog=f"mlxbc {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog=f"mlxbc {name}", formatter_class=_formatter, allow_abbrev=False
     )
     command.configure(parser)
     # Intermixed: words of a text may come on both sides of an option.
     return int(command.run(parser.parse_intermixed_args(rest)))
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """As wide as the terminal. argparse would import all of shutil to find that out, for every argument added."""
+    try:
+        columns = int(os.environ.get("COLUMNS", 0)) or os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        columns = 80
+    return argparse.RawDescriptionHelpFormatter(prog, width=columns - 2)
 
 
 def _top() -> argparse.ArgumentParser:
@@ -96,7 +108,7 @@ environment:
   MLXBC_DATA    the directory of imported models
   NO_COLOR      no escape sequences on the terminal
 """,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_formatter,
     )
     parser.add_argument("--version", action="version", version=f"mlxbc {__version__}")
     return parser
