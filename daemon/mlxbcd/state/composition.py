@@ -14,6 +14,7 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxbcd.model.forward import bind_attention
 from mlxbcd.state import geometry
 from mlxbcd.state.attention import AttentionLayout
 from mlxbcd.state.geometry import Class
@@ -111,12 +112,14 @@ class Composition:
 
 
 def inspect(model: nn.Module, model_type: str, kv: KvScheme | None = None) -> Composition:
-    """Read a model's composition off the caches it makes for itself.
+    """Read a model's composition off the caches it makes for itself. Binds the attention seam, which its layouts need.
 
     Raises:
         ValueError: a KV scheme was asked for that this model can't run with.
     """
     from mlx_lm.models.cache import make_prompt_cache
+
+    bind_attention(model)
 
     def make() -> list[Any]:
         return list(make_prompt_cache(model))
@@ -194,14 +197,14 @@ def _traits(model: nn.Module, make: Callable[[], list[Any]]) -> tuple[Traits, st
 def _fault(model: nn.Module, classes: Sequence[Class], make: Callable[[], list[Any]], traits: Traits) -> str:
     """Why the model can't build its graph over ragged rows in these classes; empty if it can. Nothing is evaluated.
 
-    Seven rows: a number that divides no head count, so that an axis taken for another one does not go unnoticed.
+    Eleven rows: a number that divides no head count, so that an axis taken for another one does not go unnoticed.
     """
-    cuts = [0, 7] if len(classes) == 1 else [0, 3, 7]
+    cuts = [0, 11] if len(classes) == 1 else [0, 4, 11]
     segments = [Segment(a, b, group) for a, b, group in zip(cuts, cuts[1:], classes, strict=False)]
-    step = Step(range(1, 8), 1, segments)
+    step = Step(range(1, 12), 1, segments)
     caches = [_layout(cache, 1, traits).view(step) for cache in make()]
     try:
-        logits = model(mx.zeros((7, 1), dtype=mx.int32), cache=caches)
+        logits = model(mx.zeros((11, 1), dtype=mx.int32), cache=caches)
     except (AttributeError, TypeError, ValueError, IndexError) as error:
         return str(error)
-    return "" if logits.shape[:2] == (7, 1) else f"logits of shape {logits.shape} for 7 rows"
+    return "" if logits.shape[:2] == (11, 1) else f"logits of shape {logits.shape} for 11 rows"

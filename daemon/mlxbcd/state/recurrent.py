@@ -95,7 +95,7 @@ class RecurrentLayout:
 
     def prepare(self, change: Change, lengths: Mapping[Key, int], joiners: Mapping[Key, Recurrence | None]) -> Prepared:
         order = tuple(change.places)
-        if order == self.order:
+        if order == self.order and not joiners:
             return Prepared(self, order, list(self.slots))
         rows = [joiners[key] if key in joiners else self.row(key) for key in order]
         if len({row is None for row in rows}) > 1:

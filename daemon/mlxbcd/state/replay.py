@@ -12,7 +12,7 @@ Layers and modules are recorded by swapping the class of the instances of one lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,13 +30,14 @@ class Call:
     """One layer's call in a recorded forward.
 
     Attributes:
-        answers: what each weight-bearing module inside returned, in order.
+        answers: what each weight-bearing module inside returned, in order, by the module's identity: a mixer that goes
+            token by token calls some once per token, so a shorter replay calls those less often.
     """
 
     layer: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    answers: list[Any] = field(default_factory=list)
+    answers: dict[int, list[Any]] = field(default_factory=dict)
 
 
 class Tape:
@@ -44,7 +45,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.answering: Iterator[Any] | None = None
+        self.answering: dict[int, Iterator[Any]] | None = None
 
     def call_of(self, view: Any) -> Call:
         """The call that was given this view as its cache."""
@@ -71,10 +72,10 @@ class Recorder:
             self._tape = None
 
     @contextmanager
-    def answer(self, answers: Sequence[Any]) -> Iterator[None]:
-        """Inside, weight-bearing modules answer from `answers` in order."""
+    def answer(self, answers: Mapping[int, Sequence[Any]]) -> Iterator[None]:
+        """Inside, each weight-bearing module answers from its own of `answers` in order."""
         self._tape = Tape()
-        self._tape.answering = iter(answers)
+        self._tape.answering = {module: iter(own) for module, own in answers.items()}
         try:
             yield
         finally:
@@ -107,10 +108,10 @@ class Recorder:
     def _module_call(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         tape = self._tape
         if tape is not None and tape.answering is not None:
-            return next(tape.answering)
+            return next(tape.answering[id(module)])
         answer = plain(module, *args, **kwargs)
         if self._inside is not None:
-            self._inside.answers.append(answer)
+            self._inside.answers.setdefault(id(module), []).append(answer)
         return answer
 
 
@@ -191,7 +192,8 @@ class Undo:
         def cut(value: Any) -> Any:
             return self._cut(value, view, sandbox, index, count)
 
-        with self._recorder.answer([cut(answer) for answer in call.answers]):
+        answers = {module: [cut(answer) for answer in own] for module, own in call.answers.items()}
+        with self._recorder.answer(answers):
             call.layer(*map(cut, call.args), **{name: cut(value) for name, value in call.kwargs.items()})
         return [list(layout.slots) for layout in _sandboxed(sandbox)]
 
@@ -242,7 +244,7 @@ def _sandbox(view: Any, states: Iterator[list[mx.array | None]]) -> Any:
     if isinstance(view, RecurrentView):
         layout = RecurrentLayout(0)
         layout.slots = next(states)
-        return RecurrentView(layout)
+        return type(view)(layout)
     return _Bystander()
 
 
