@@ -24,6 +24,7 @@ BENCHES: Final[Mapping[str, str]] = {
     "startup": "bench.startup",
     "wire": "bench.wire",
     "memory": "bench.memory",
+    "rows": "bench.rows",
 }
 """Name → module, in the order in which all of them run."""
 

@@ -28,7 +28,7 @@ def test_a_prompt_of_a_round_length_has_room_to_grow() -> None:
 
 
 def test_slots_double_and_shrink_only_when_three_quarters_are_spare() -> None:
-    assert [slots_for(rows, 0) for rows in (1, 2, 3, 5, 9)] == [1, 2, 4, 8, 16]
+    assert [slots_for(rows, 0) for rows in (1, 2, 3, 5, 8, 9, 13, 17, 25)] == [1, 2, 4, 8, 8, 12, 16, 24, 32]
     assert slots_for(3, 8) == 8
     assert slots_for(2, 8) == 2
 

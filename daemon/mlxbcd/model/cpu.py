@@ -104,17 +104,20 @@ def attention(
         return None
     if rows * heads * width * reach < _WIDE_SCORES:
         return None
+    # All query heads of one key head are one matrix product.
     kv_heads = keys.shape[1]
-    grouped = (queries * (scale * _LOG2_E)).reshape(rows, kv_heads, heads // kv_heads, width, dim)
-    scores = grouped @ keys[:, :, None].swapaxes(-1, -2)
+    group = heads // kv_heads
+    together = (queries * (scale * _LOG2_E)).reshape(rows, kv_heads, group * width, dim)
+    scores = (together @ keys.swapaxes(-1, -2)).reshape(rows, kv_heads, group, width, reach)
     if isinstance(mask, mx.array):
         scores = mx.where(mask[:, :, None] if mask.ndim == 4 else mask, scores, mx.finfo(mx.float32).min)
     elif mask == "causal":
         seen = mx.arange(reach)[None] <= mx.arange(reach - width, reach)[:, None]
         scores = mx.where(seen, scores, mx.finfo(mx.float32).min)
     weights = mx.power(2.0, scores - mx.max(scores, axis=-1, keepdims=True))
-    out = (weights @ values[:, :, None]) / mx.sum(weights, axis=-1, keepdims=True)
-    return out.reshape(rows, heads, width, -1)
+    total = mx.sum(weights, axis=-1, keepdims=True)
+    out = weights.reshape(rows, kv_heads, group * width, reach) @ values
+    return (out.reshape(rows, kv_heads, group, width, -1) / total).reshape(rows, heads, width, -1)
 
 
 _zoo_swiglu: Callable[[mx.array, mx.array], mx.array] | None = None

@@ -19,6 +19,7 @@ SMALLEST: Final = 272
 of a round length are about to grow a little."""
 
 _SHRINK_AT: Final = 4
+_HALF_STEPS_FROM: Final = 8
 
 
 def capacity_for(length: int) -> int:
@@ -77,10 +78,11 @@ class Change:
 
 
 def slots_for(rows: int, present: int) -> int:
-    """Slots a class should have for `rows` rows when it has `present`: doubling, and shrinking only at a quarter."""
-    wanted = 1
-    while wanted < rows:
-        wanted *= 2
+    """Slots a class should have for `rows` rows when it has `present`: 1, 2, 4, 8, 12, 16, 24, 32, …, fewer only at a
+    quarter. Growing copies the class, so it happens rarely; steps of a half keep what it holds beside it bounded."""
+    power = 1 << max(rows - 1, 0).bit_length()
+    between = power // 4 * 3
+    wanted = between if power > _HALF_STEPS_FROM and between >= rows else power
     return wanted if wanted > present or wanted * _SHRINK_AT <= present else present
 
 
