@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 from mlxbc.wire import ErrorCode
@@ -25,3 +26,8 @@ class ServeError(Exception):
 
     def __repr__(self) -> str:
         return f"ServeError({self.code}: {self.message})"
+
+
+def outline(error: BaseException) -> str:
+    """Kind and trace of an exception for the log, without its message: that may quote a prompt."""
+    return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TypeAlias
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,12 +12,15 @@ from mlxbcd.state.geometry import SMALLEST, Change, Class, Key, Place, plan
 
 CLASSES = [Class(SMALLEST << i, quantised) for i in range(3) for quantised in (False, True)]
 
+Step: TypeAlias = tuple[set[int], dict[int, Class], list[Class]]
+"""Who leaves, who changes its class, and the classes of those who join."""
+
 groups = st.sampled_from(CLASSES)
 steps = st.lists(
     st.tuples(
-        st.sets(st.integers(0, 30)),  # who leaves
-        st.dictionaries(st.integers(0, 30), groups, max_size=4),  # who changes class
-        st.lists(groups, max_size=6),  # who joins
+        st.sets(st.integers(0, 30)),
+        st.dictionaries(st.integers(0, 30), groups, max_size=4),
+        st.lists(groups, max_size=6),
     ),
     max_size=8,
 )
@@ -24,15 +28,18 @@ steps = st.lists(
 
 @given(steps)
 @settings(deadline=None, derandomize=True)
-def test_rows_are_packed_and_in_batch_order_after_any_changes(steps: list) -> None:
+def test_rows_are_packed_and_in_batch_order_after_any_changes(
+    steps: list[tuple[set[int], dict[int, Class], list[Class]]],
+) -> None:
     places: dict[Key, Place] = {}
     slots: dict[Class, int] = {}
     born = 0
     for leaving, changing, entering in steps:
         keep = [key for key in places if key not in leaving]
-        joining = {born + i: group for i, group in enumerate(entering)}
+        joining: dict[Key, Class] = {born + i: group for i, group in enumerate(entering)}
         born += len(entering)
-        classes = {key: group for key, group in changing.items() if key in keep} | joining
+        changed: dict[Key, Class] = {key: group for key, group in changing.items() if key in keep}
+        classes = changed | joining
         change = plan(places, slots, keep=keep, classes=classes, joining=list(joining))
 
         assert set(change.places) == {*keep, *joining}

@@ -137,6 +137,4 @@ class Rings(RuleBasedStateMachine):
 
 
 TestRings = Rings.TestCase
-TestRings.settings = settings(
-    max_examples=60, stateful_step_count=20, deadline=None, derandomize=True, database=None
-)
+TestRings.settings = settings(max_examples=60, stateful_step_count=20, deadline=None, derandomize=True, database=None)

@@ -22,7 +22,6 @@ from tokenizers import Tokenizer
 from mlxbcd.errors import ServeError
 from mlxbcd.model.gguf import import_gguf
 from mlxbcd.model.load import load
-from mlxbcd.residency import names
 
 RANDOM = np.random.default_rng(7)
 
@@ -353,22 +352,20 @@ def test_of_two_imports_at_once_the_first_to_finish_stays(tmp_path: Path, monkey
 
 
 @pytest.mark.model
-def test_the_embedded_model_is_the_import_that_was_compared_with_mlx_bit_for_bit() -> None:
-    directory = names.resolve(None).path
-    with (directory / "model.safetensors").open("rb") as file:
+def test_the_embedded_model_is_the_import_that_was_compared_with_mlx_bit_for_bit(model_directory: Path) -> None:
+    with (model_directory / "model.safetensors").open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     # Compared once with what mx.load reads from the file, tensor by tensor.
     assert digest == "c02143334ed01ff109ddaada11000af60ec06987aa9bf7f79a816c18001c3b03"
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(model_directory / "tokenizer.json"))
     assert tokenizer.encode("In 2024").tokens == ["In", "Ġ", "2", "0", "2", "4"]
     assert tokenizer.encode("<|im_start|>user").ids[0] == 1
 
 
 @pytest.mark.model
-def test_the_embedded_model_knows_the_capital_of_france() -> None:
-    directory = names.resolve(None).path
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    model = load(directory).model
+def test_the_embedded_model_knows_the_capital_of_france(model_directory: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model_directory / "tokenizer.json"))
+    model = load(model_directory).model
     prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     answer = tokenizer.encode("The capital of France is Paris.<|im_end|>").ids
     ids = tokenizer.encode(prompt).ids + answer

@@ -16,6 +16,7 @@ from typing import Final
 _PICTURE: Final = """
 cli:       client wire
 client:    wire
+service:   serve errors wire
 serve:     residency engine methods sampling state model text plan device errors wire
 residency: engine methods state model text device errors wire
 engine:    methods sampling state model plan device errors
@@ -41,7 +42,11 @@ OURS: Final = {"mlxbc", "mlxbcd"}
 USES_MLX: Final = {"serve", "residency", "engine", "methods", "sampling", "state", "model"}
 USES_THE_ZOO: Final = {"residency", "state", "model"}
 
-HANDS_OVER: Final = {"mlxbc.cli.serve": "mlxbcd.serve.main", "mlxbc.cli.pull": "mlxbcd.residency.pull"}
+HANDS_OVER: Final = {
+    "mlxbc.cli.serve": "mlxbcd.serve.main",
+    "mlxbc.cli.service": "mlxbcd.service.manager",
+    "mlxbc.cli.pull": "mlxbcd.residency.pull",
+}
 """Commands that are the daemon's own work, done by its package if that is installed."""
 
 AFTER_MLX: Final = {"mlxbcd.serve.live", "mlxbcd.serve.generation"}
@@ -207,7 +212,7 @@ def without_mlx() -> list[str]:
         module
         for module in MODULES
         if root(module) == "mlxbc"
-        or layer(module) in ("text", "plan", "errors", "device")
+        or layer(module) in ("service", "text", "plan", "errors", "device")
         or (layer(module) == "serve" and module not in AFTER_MLX)
         or module in DECISIONS
         or module in ("mlxbcd.model.blas", "mlxbcd.residency.names", "mlxbcd.residency.pull", "mlxbcd.residency.store")

@@ -19,7 +19,7 @@ from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.runner import Report, Runner
 from mlxbcd.engine.scheduler import Iteration, Policy, State, Waiting, decide
-from mlxbcd.errors import ServeError
+from mlxbcd.errors import ServeError, outline
 from mlxbcd.methods.events import Drawn, End, Event, Failed, Prefilled
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Sample
@@ -177,7 +177,7 @@ class Engine:
         except DeviceFault as fault:
             self._fault(fault)
         except Exception as error:
-            log.exception("the engine's loop failed")
+            log.error("the engine's loop failed: %s", outline(error))
             self._fault(DeviceFault(f"the engine's loop failed ({type(error).__name__})"))
 
     def _decide(self) -> tuple[Iteration, list[tuple[Key, Request]]]:
@@ -223,8 +223,8 @@ class Engine:
                 continue
             try:
                 self._tell(entry, event)
-            except Exception:
-                log.exception("the listener of %r failed", entry)
+            except Exception as error:
+                log.error("the listener of %r failed: %s", entry, outline(error))
                 self.cancel(entry.key)
                 if not isinstance(event, Failed):
                     _fail(entry, ServeError("internal", "the daemon failed at this request; its log says where"))
@@ -269,5 +269,5 @@ class Engine:
 def _fail(entry: Entry, error: ServeError) -> None:
     try:
         entry.listener.failed(error)
-    except Exception:
-        log.exception("the listener of %r failed", entry)
+    except Exception as fault:
+        log.error("the listener of %r failed: %s", entry, outline(fault))

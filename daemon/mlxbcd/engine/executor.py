@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlxbcd.engine.faults import classify
 from mlxbcd.engine.runner import PieceCost, Report
 from mlxbcd.engine.scheduler import Iteration, Piece
-from mlxbcd.errors import ServeError
+from mlxbcd.errors import ServeError, outline
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Row
 from mlxbcd.methods.events import Emit, Event, Failed, Prefilled
 from mlxbcd.model.forward import Forward, Group
@@ -208,5 +208,5 @@ class Executor:
             # An exception that was raised holds the frames it passed, and their arrays: what leaves is a fresh one.
             failure = ServeError(failure.code, failure.message, **failure.data)
         else:
-            log.error("the forward of rows %s failed", list(keys), exc_info=error)
+            log.error("the forward of rows %s failed: %s", list(keys), outline(error))
         emit([Failed(key, failure) for key in keys])

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from mlxbc import wire
-from mlxbcd.errors import ServeError
+from mlxbcd.errors import ServeError, outline
 from mlxbcd.serve.contract import Send
 from mlxbcd.serve.replies import error_reply
 
@@ -78,5 +78,5 @@ class FinishedJob:
 
 def internal(error: Exception) -> ServeError:
     """What to tell a client about an exception nobody expected; it is logged here."""
-    log.error("a request failed", exc_info=error)
+    log.error("a request failed: %s", outline(error))
     return ServeError("internal", f"the daemon failed at this request ({type(error).__name__}); its log says where")

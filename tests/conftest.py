@@ -1,0 +1,91 @@
+"""Owns what all tests share: the fast BLAS, a home of their own, the default model, and how Hypothesis searches.
+
+The tests never meet the user's socket, data or settings: `HOME` is a temporary directory, for processes they start too.
+What they do take from the user is read only: the default model that was pulled, and the BLAS that was built.
+
+Nothing is compiled at run time on Linux, where that goes through a compiler process for each new shape. A test about
+compiling switches it on for itself with ``mx.enable_compile()``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final, NoReturn
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from mlxbc import paths
+from mlxbcd.errors import ServeError
+from mlxbcd.model import blas
+from mlxbcd.residency import names
+
+_CI: Final = os.environ.get("CI", "") not in ("", "0", "false")
+_FOREIGN: Final = ("XDG_", "HF_", "HUGGINGFACE_", "MLXBC_SOCKET", "MLXBC_DATA")
+"""Environment variables, by how they begin, that lead to what is the user's."""
+
+
+def _default_model() -> Path | None:
+    try:
+        return names.resolve(names.DEFAULT).path
+    except ServeError:
+        return None
+
+
+# Both before the home is another one. And MLX binds its BLAS when a test first imports it.
+blas.enable()
+_MODEL: Final = _default_model()
+_BLAS_CACHE: Final = paths.cache_dir() / "blas"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # In /tmp, because the path of a socket must be short.
+    home = Path(tempfile.mkdtemp(prefix="mlxbc-home-", dir="/tmp"))
+    config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+    environment = pytest.MonkeyPatch()
+    config.add_cleanup(environment.undo)
+    for name in list(os.environ):
+        if name.startswith(_FOREIGN):
+            environment.delenv(name)
+    runtime = home / "run"
+    runtime.mkdir(mode=0o700)
+    environment.setenv("HOME", str(home))
+    environment.setenv("XDG_RUNTIME_DIR", str(runtime))
+    if sys.platform == "linux":
+        environment.setenv("MLX_DISABLE_COMPILE", "1")
+    if _BLAS_CACHE.is_dir():
+        # Else every session's first daemon would build it again.
+        shutil.copytree(_BLAS_CACHE, paths.cache_dir() / "blas")
+    _configure_hypothesis()
+
+
+def _configure_hypothesis() -> None:
+    slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("local", slow)
+    settings.register_profile("ci", slow, derandomize=True, database=None, print_blob=True)
+    settings.load_profile("ci" if _CI else "local")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if _MODEL is None and item.get_closest_marker("model") is not None:
+        _without_model()
+
+
+@pytest.fixture(scope="session")
+def model_directory() -> Path:
+    """The embedded default model, as `mlxbc pull` has imported it. Not to be written to."""
+    if _MODEL is None:
+        _without_model()
+    return _MODEL
+
+
+def _without_model() -> NoReturn:
+    """Nobody misses a skipped test, so where it counts it fails."""
+    message = "the default model is not here; run: make model"
+    if _CI:
+        pytest.fail(message, pytrace=False)
+    pytest.skip(message)
