@@ -30,6 +30,10 @@ class ScriptedService(FakeService):
         super().__init__(on_fatal)
         self._script = script
 
+    @property
+    def stuck(self) -> bool:
+        return self._script == "hangs"
+
     def submit(self, request: Work, reply: Send, client: str) -> FakeJob:
         match request:
             case wire.Count(text="release"):

@@ -22,6 +22,7 @@ COMMANDS = {
     "ask": "ask one question; the answer streams to standard output",
     "chat": "talk with a model",
     "serve": "start the daemon",
+    "service": "let launchd or systemd keep the daemon running",
     "stop": "stop the daemon",
     "status": "show how the daemon is",
     "ps": "list the resident models",
@@ -69,9 +70,7 @@ def _dispatch(arguments: list[str]) -> int:
     command = import_module(f"mlxbc.cli.{name}")
     if name == "serve":  # its arguments are the daemon's: not parsed here, `--help` included
         return int(command.run(rest))
-    parser = argparse.ArgumentParser(
-        prog=f"mlxbc {name}", formatter_class=_formatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(prog=f"mlxbc {name}", formatter_class=_formatter, allow_abbrev=False)
     command.configure(parser)
     # Intermixed: words of a text may come on both sides of an option.
     return int(command.run(parser.parse_intermixed_args(rest)))

@@ -37,6 +37,10 @@ class Job(Protocol):
 class Service(Protocol):
     """Everything behind the sockets."""
 
+    @property
+    def stuck(self) -> bool:
+        """The device has been at one step for so long that it may never return; never while a model loads."""
+
     def resident(self) -> list[str]:
         """Names of the resident models."""
 

@@ -37,10 +37,12 @@ def detach(command: Sequence[str], path: Path, log: Path, *, wait: bool) -> int:
     Raises:
         OSError: the log can't be written, or the command not be run.
     """
-    running = _listener(path)
-    if running is not None:
-        _say(f"already running on {path} (pid {running})")
-        if wait and _ask(path) is None:
+    listening = _listener(path)
+    if listening is not None:
+        # A service manager that listens for its daemon is not that daemon: only an answer tells who serves.
+        running = _ask(path) if wait else listening
+        _say(f"already running on {path} (pid {running or listening})")
+        if running is None:
             _say("but it does not answer")
             return os.EX_UNAVAILABLE
         return _print(running)

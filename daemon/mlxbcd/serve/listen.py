@@ -2,13 +2,16 @@
 
 Binding by hand is needed because event loops unlink whatever socket they find at a path before they bind,
 also one that a live daemon listens on. Here the path is touched only under an exclusive lock that the
-kernel drops when its holder dies, however that happens.
+kernel drops when its holder dies, however that happens. A socket that a service manager listens on is neither
+replaced nor removed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import socket
 import stat
@@ -22,35 +25,45 @@ from mlxbc.paths import checked_socket_path
 BACKLOG: Final = 512
 """Connections the kernel keeps while the daemon starts or is busy."""
 
+log = logging.getLogger(__name__)
+
 _OURS: Final = "mlxbc"
 """A directory of this name is ours to make private."""
 
 
 class AlreadyRunning(Exception):
-    """Another daemon holds the lock of this path.
+    """Another daemon holds the lock of this path, or a service manager listens there for its own.
 
     Attributes:
         path: the socket.
         pid: the other daemon, where it could be read.
     """
 
-    def __init__(self, path: Path, pid: int | None) -> None:
-        super().__init__(f"already running on {path}" + (f" (pid {pid})" if pid else ""))
+    def __init__(self, path: Path, pid: int | None, *, managed: bool = False) -> None:
+        whom = f" (pid {pid})" if pid else " as a service (see mlxbc service status)" if managed else ""
+        super().__init__(f"already running on {path}{whom}")
         self.path = path
         self.pid = pid
 
 
 class Listener:
-    """A listening socket and the lock of its path. Closing it removes the socket, then frees the lock."""
+    """A listening socket and the lock of its path. Closing it removes the socket, then frees the lock.
 
-    def __init__(self, path: Path, sock: socket.socket, lock: int) -> None:
+    Attributes:
+        inherited: the path is a service manager's: the socket there stays.
+    """
+
+    def __init__(self, path: Path, sock: socket.socket, lock: int | None, *, inherited: bool = False) -> None:
         self.path = path
         self.socket = sock
-        self._lock: int | None = lock
+        self.inherited = inherited
+        self._lock = lock
         self._inode = _inode(path)
+        self._closed = False
 
     def __repr__(self) -> str:
-        return f"Listener({self.path}, {'closed' if self._lock is None else 'listening'})"
+        how = "closed" if self._closed else "inherited" if self.inherited else "listening"
+        return f"Listener({self.path}, {how})"
 
     def __enter__(self) -> Listener:
         return self
@@ -62,14 +75,15 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening and give the path up. Idempotent."""
-        if self._lock is None:
+        if self._closed:
             return
+        self._closed = True
         self.socket.close()
-        if _inode(self.path) == self._inode:
+        if not self.inherited and _inode(self.path) == self._inode:
             self.path.unlink(missing_ok=True)
         # The lock's file stays: removing it would let two daemons lock two files of one name.
-        os.close(self._lock)
-        self._lock = None
+        if self._lock is not None:
+            os.close(self._lock)
 
 
 def listen(path: Path) -> Listener:
@@ -78,7 +92,7 @@ def listen(path: Path) -> Listener:
     Must run before other threads create files: it narrows the process's umask for a moment.
 
     Raises:
-        AlreadyRunning: a live daemon holds this path.
+        AlreadyRunning: a live daemon holds this path, or a service manager; that one has now started its daemon.
         ConfigError: the path is too long, taken by something else, or its directory is not private.
     """
     checked_socket_path(path)
@@ -95,6 +109,39 @@ def listen(path: Path) -> Listener:
     except BaseException:
         os.close(lock)
         raise
+
+
+def adopt(sock: socket.socket) -> Listener:
+    """Listen on a socket that a service manager holds, under the lock of its path.
+
+    Another daemon that holds the lock is no reason to end: whoever connects reaches this one alone, and while
+    connections wait the manager would start it again and again.
+
+    Raises:
+        ConfigError: the lock can't be opened.
+    """
+    path = Path(sock.getsockname())
+    lock = None
+    try:
+        lock = _lock(path)
+    except AlreadyRunning as other:
+        log.warning("another daemon (pid %s) has lost %s to the service manager: end it", other.pid, path)
+    return Listener(path, sock, lock, inherited=True)
+
+
+def holder(path: Path) -> int | None:
+    """The process that holds the lock of this path; None if no daemon does, or it has not said yet who it is."""
+    try:
+        lock = os.open(_lock_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _named_in(lock)
+    finally:
+        os.close(lock)
+    return None
 
 
 def _private_directory(path: Path) -> None:
@@ -138,9 +185,9 @@ def _lock(path: Path) -> int:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(lock, 32, 0).strip()
+        pid = _named_in(lock)
         os.close(lock)
-        raise AlreadyRunning(path, int(holder) if holder.isdigit() else None) from None
+        raise AlreadyRunning(path, pid) from None
     except BaseException:
         os.close(lock)
         raise
@@ -149,12 +196,27 @@ def _lock(path: Path) -> int:
     return lock
 
 
+def _named_in(lock: int) -> int | None:
+    holder = os.pread(lock, 32, 0).strip()
+    return int(holder) if holder.isdigit() else None
+
+
 def _remove_stale(path: Path) -> None:
-    """Remove the socket of a daemon that died: whoever holds the lock knows that nobody listens there."""
+    """Remove the socket of a daemon that died: whoever holds the lock knows that no daemon listens there."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(f"{path} is not a socket: move it away, or choose another path")
+        if _answers(path):
+            raise AlreadyRunning(path, None, managed=True)
         path.unlink()
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens there: a service manager needs no lock, and no daemon either as long as nobody asks."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        # Anything but a refusal (a full backlog, for one) is a sign of life.
+        return probe.connect_ex(os.fspath(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def _bind(path: Path) -> socket.socket:

@@ -73,6 +73,11 @@ class LiveService:
 
     # -- the contract
 
+    @property
+    def stuck(self) -> bool:
+        """See `contract.Service.stuck`."""
+        return self._device.busy_s > STUCK_S and not self._residency.loading
+
     def resident(self) -> list[str]:
         """Names of the resident models."""
         return [resident.name for resident in self._residency.models.values()]
@@ -306,13 +311,12 @@ class LiveService:
         newest = max(engines, key=lambda engine: engine.last_active).report if engines else Report()
         running = sum(engine.running for engine in engines)
         generations = sum(isinstance(job, Generation) for job in self._open)
-        stuck = self._device.busy_s > STUCK_S and not self._residency.loading
         return wire.StatusReport(
             id=request_id,
             pid=os.getpid(),
             version=mlxbcd.__version__,
             uptime_s=round(time.monotonic() - self._began, 3),
-            state="degraded" if self._faulted or stuck else "draining" if self._draining else "ready",
+            state="degraded" if self._faulted or self.stuck else "draining" if self._draining else "ready",
             device=self._device_name,
             connections=0,
             running=running,

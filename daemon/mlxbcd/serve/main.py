@@ -12,14 +12,16 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, NoReturn
 
 from mlxbc.errors import ConfigError
 from mlxbcd.errors import ServeError
-from mlxbcd.serve import logs
+from mlxbcd.serve import activation, logs
 from mlxbcd.serve.contract import Build, Fault, Service
 from mlxbcd.serve.limits import Limits
-from mlxbcd.serve.listen import AlreadyRunning, Listener, listen
+from mlxbcd.serve.listen import AlreadyRunning, Listener, adopt, listen
+from mlxbcd.serve.notify import Notifier
 from mlxbcd.serve.options import Options, parse
 
 log = logging.getLogger("mlxbcd.serve.main")
@@ -50,12 +52,17 @@ def run(options: Options, build: Build, limits: Limits | None = None) -> int:
     """Serve on `options.socket` with the service that `build` makes, until told to stop; the exit code.
 
     The socket listens before the service is built, so that a client that comes early waits instead of
-    failing, and the loser of a race for the socket has not loaded anything.
+    failing, and the loser of a race for the socket has not loaded anything. A socket that a service manager
+    passes is used instead, wherever it is.
     """
     limits = limits or Limits()
+    notifier = Notifier.from_environment()
     try:
-        listener = listen(options.socket)
+        inherited = activation.inherited()
+        listener = listen(options.socket) if inherited is None else adopt(inherited)
     except AlreadyRunning as error:
+        # To systemd, a service that ends before it was ready has failed, and would be started again.
+        notifier.ready(str(error))
         sys.stderr.write(f"mlxbcd: {error}\n")
         return os.EX_OK
     except ConfigError as error:
@@ -65,7 +72,7 @@ def run(options: Options, build: Build, limits: Limits | None = None) -> int:
     with listener:
         _allow_files(limits.connections + _OTHER_FILES)
         try:
-            code: int = uvloop.run(_serve(options, build, limits, listener))
+            code: int = uvloop.run(_serve(options, build, limits, listener, notifier))
             return code
         except ServeError as error:
             log.error("cannot serve: %s", error.message)
@@ -76,7 +83,8 @@ def run(options: Options, build: Build, limits: Limits | None = None) -> int:
             return os.EX_SOFTWARE
 
 
-async def _serve(options: Options, build: Build, limits: Limits, listener: Listener) -> int:
+async def _serve(options: Options, build: Build, limits: Limits, listener: Listener, notifier: Notifier) -> int:
+    from mlxbcd.serve.herald import Herald
     from mlxbcd.serve.lifecycle import Lifecycle
     from mlxbcd.serve.server import Server
 
@@ -87,6 +95,8 @@ async def _serve(options: Options, build: Build, limits: Limits, listener: Liste
         loop.add_signal_handler(number, lifecycle.signalled, limits.drain_s)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     log.info("listening on %s (pid %d)", listener.path, os.getpid())
+    if listener.inherited and not _same(listener.path, options.socket):
+        log.warning("that is the service manager's socket, but clients look for %s", options.socket)
 
     def on_fatal(error: BaseException) -> None:
         loop.call_soon_threadsafe(lifecycle.fail, error)
@@ -94,7 +104,8 @@ async def _serve(options: Options, build: Build, limits: Limits, listener: Liste
     service = await lifecycle.unless_asked(build(options, on_fatal), limits.close_s)
     if service is not None:
         log.info("ready after %.2f s", time.monotonic() - started)
-        await Server(service, lifecycle, limits=limits).serve(listener.socket)
+        async with Herald(notifier, lifecycle, service, str(listener.path)):
+            await Server(service, lifecycle, limits=limits).serve(listener.socket)
     log.info("stopped")
     if lifecycle.fault is not None or lifecycle.stuck:
         _leave(listener, lifecycle.exit_code)
@@ -105,6 +116,13 @@ async def _service(options: Options, on_fatal: Fault) -> Service:
     from mlxbcd.serve.service import build_service
 
     return await build_service(options, on_fatal)
+
+
+def _same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
 
 
 def _leave(listener: Listener, code: int) -> NoReturn:
