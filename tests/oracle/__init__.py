@@ -1,0 +1,1 @@
+"""The oracles: what many rows give together is what each of them gives alone."""
