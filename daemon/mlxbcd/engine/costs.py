@@ -109,9 +109,10 @@ class Costs:
         """The decode gap to hold while a prompt joins `rows` running rows.
 
         The larger of `floor_s` and one step plus the cheapest piece that keeps 75 % of the best prefill rate: a smaller
-        gap would buy smoothness with a first token several times later.
+        gap would buy smoothness with a first token several times later. It counts widths up to twice the widest tried,
+        as `width` does, or a first short prompt would keep every later one at its own width.
         """
-        costs = {width: max(self.piece(width, context), 1e-9) for width in WIDTHS if width <= self.widest}
+        costs = {width: max(self.piece(width, context), 1e-9) for width in WIDTHS if width <= 2 * self.widest}
         if not costs:
             return floor_s
         enough = _GOOD_RATE * max(width / seconds for width, seconds in costs.items())
