@@ -119,7 +119,7 @@ class Generate(_Request, frozen=True, tag="generate"):
     seed: Seed | None = None
     """Draw i depends on (seed, i) alone. Left out: random, and told in `accepted`."""
     max_tokens: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
-    """Left out: what fits the model's context, at most 4096."""
+    """Left out: what fits the model's context, at most 2048."""
     stop: Annotated[list[StopString], Meta(max_length=16)] = []
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0

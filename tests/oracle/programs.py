@@ -64,14 +64,14 @@ class Programs(RuleBasedStateMachine):
     @rule(data=st.data())
     def save(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.crowd.keys), "row")
-        length = data.draw(st.integers(max(1, self.crowd.rows.retained(key)), self.crowd.rows.lengths[key]), "length")
+        length = data.draw(st.integers(self.crowd.rows.retained(key), self.crowd.rows.lengths[key]), "length")
         self.saved = [*self.saved, self.crowd.extract(key, length)][-_SAVED:]
 
     @precondition(lambda self: len(self.crowd) > 0)
     @rule(data=st.data())
     def cut(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.crowd.keys), "row")
-        length = data.draw(st.integers(max(1, self.crowd.rows.retained(key)), self.crowd.rows.lengths[key]), "length")
+        length = data.draw(st.integers(self.crowd.rows.retained(key), self.crowd.rows.lengths[key]), "length")
         self.crowd.rows.trim(key, length)
 
     @precondition(lambda self: len(self.saved) > 0)

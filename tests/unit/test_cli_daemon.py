@@ -126,7 +126,7 @@ def test_without_the_daemons_packages_it_is_said_how_to_get_them(
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "mlx" else object())
     assert cli.main(arguments) == exits.UNAVAILABLE
     _, complained = output()
-    assert "pip install 'mlxbc[daemon]'" in complained
+    assert "pip install '.[daemon]'" in complained
     assert "(no mlx)" in complained
 
 

@@ -192,7 +192,7 @@ def test_without_the_daemons_packages_it_is_said_how_to_get_them(
     module = importlib.import_module("mlxbc.cli.serve")
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "mlx" else object())
     assert cli.main(["service", "status"]) == exits.UNAVAILABLE
-    assert "pip install 'mlxbc[daemon]'" in output()[1]
+    assert "pip install '.[daemon]'" in output()[1]
 
 
 def test_a_user_without_a_service_manager_is_told_the_way_without_one(systemd: FakeSystemd, output: Output) -> None:

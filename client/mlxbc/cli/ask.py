@@ -25,6 +25,9 @@ Standard output carries the model's text and nothing else, ended by a newline.
 Reasoning (dimmed), progress and notes go to standard error, and only if that
 is a terminal.
 
+Without -o max_tokens N an answer is at most 2048 tokens long; on a terminal a
+note says when it was cut there, and --json always gives the reason.
+
 Ctrl-C ends the answer and keeps what came of it; pressed again, it exits at
 once.
 

@@ -117,6 +117,9 @@ def _shape(kind: Any) -> Any:
 def _unknown(key: str, choices: Mapping[str, object]) -> str:
     from difflib import get_close_matches
 
+    name, equals, value = key.partition("=")
+    if equals and name in choices:
+        return f"unknown option {key}; key and value are two words: -o {name} {value}"
     near = get_close_matches(key.replace("-", "_"), choices, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(choices))}"
     return f"unknown option {key}; {hint}"

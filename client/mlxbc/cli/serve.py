@@ -26,6 +26,6 @@ def installed() -> bool:
     if missing:
         exits.explain(
             f"the daemon is not installed (no {', '.join(missing)}); "
-            f"get it with: {sys.executable} -m pip install 'mlxbc[daemon]'"
+            f"in mlxbc's checkout: {sys.executable} -m pip install '.[daemon]'"
         )
     return not missing

@@ -63,7 +63,7 @@ def bind() -> Path:
     if root is None:
         spec = importlib.util.find_spec(_ROOT)
         if spec is None or not spec.submodule_search_locations:
-            raise ServeError("load_failed", "mlx-lm is not installed; run: pip install 'mlxbc[daemon]'")
+            raise ServeError("load_failed", "mlx-lm is not installed; in mlxbc's checkout: pip install '.[daemon]'")
         root = sys.modules[_ROOT] = _Root(spec)
     return Path(root.__path__[0]) / "models"
 

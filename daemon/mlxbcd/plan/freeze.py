@@ -75,7 +75,8 @@ def freeze(
         wanted = f" and max_tokens {request.max_tokens}" if request.max_tokens else ""
         raise ServeError(
             "context_too_long",
-            f"a prompt of {len(tokens)} tokens{wanted} does not fit the model's context of {context}; shorten it",
+            f"a prompt of {len(tokens)} tokens{wanted} does not fit the model's context of {context}; "
+            f"{'lower max_tokens' if room >= 1 else 'shorten the prompt'}",
             prompt=len(tokens),
             context=context,
         )

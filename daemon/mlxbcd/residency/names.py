@@ -173,7 +173,7 @@ def _by_ending(name: str, known: Mapping[str, Resolved]) -> Resolved:
     if fitting:
         names = ", ".join(sorted(found.name for found in fitting)[:_SHOWN])
         raise ServeError("unknown_model", f"{name!r} fits several models: {names}; say which")
-    near = difflib.get_close_matches(name, [*known, *EMBEDDED], n=_SHOWN, cutoff=0.5)
+    near = difflib.get_close_matches(name, sorted({*known, *EMBEDDED}), n=_SHOWN, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else "mlxbc models lists what is here"
     pull = f"; mlxbc pull {name} fetches it" if is_repository(name) else ""
     raise ServeError("unknown_model", f"there is no model {name!r} here: {hint}{pull}")

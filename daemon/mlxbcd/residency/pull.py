@@ -163,7 +163,9 @@ def _repository(name: str, report: Report) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import RepositoryNotFoundError
     except ImportError:
-        raise ServeError("load_failed", "huggingface_hub is not installed; run: pip install 'mlxbc[daemon]'") from None
+        raise ServeError(
+            "load_failed", "huggingface_hub is not installed; in mlxbc's checkout: pip install '.[daemon]'"
+        ) from None
     report(f"fetching {name} from the hub")
     try:
         found = snapshot_download(

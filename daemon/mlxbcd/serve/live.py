@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 QUEUE_LIMIT: Final = 1024
 """Requests of all clients together that may wait or run."""
-MAX_TOKENS: Final = 4096
+MAX_TOKENS: Final = 2048
 """Tokens to generate where a request does not say."""
 BUSY_S: Final = 10.0
 """A device job that takes longer is worth a note in `status`."""
@@ -51,6 +51,7 @@ class LiveService:
 
     def __init__(self, device: Device, default: str | None, on_fatal: Fault, blas: BlasReport) -> None:
         self._device = device
+        self._missing_default = ""
         self._blas = blas
         self._on_fatal = on_fatal
         self._workers = TextWorkers()
@@ -146,7 +147,9 @@ class LiveService:
             async with self._residency.use(await self._residency.resolve(None)):
                 pass
         except ServeError as error:
-            log.warning("the default model was not loaded: %s", error.message)
+            note = f"the default model was not loaded: {error.message}"
+            log.warning("%s", note)
+            self._missing_default = note
 
     def _fault(self, fault: DeviceFault) -> None:
         self._faulted = True
@@ -332,6 +335,8 @@ class LiveService:
 
     def _notes(self) -> list[str]:
         notes = [self._blas.detail] if self._blas.kind == "reference" else []
+        if self._missing_default and not self._residency.models:
+            notes.append(self._missing_default)
         notes += [f"loading {name}" for name in self._residency.loading]
         if self._device.busy_s > BUSY_S and not self._residency.loading:
             notes.append(f"the device has been busy with one step for {self._device.busy_s:.0f} s")

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from mlxbcd.model.blas import enable
+from mlxbcd.residency.names import resolve
 from mlxbcd.serve.contract import Fault, Service
 from mlxbcd.serve.options import Options
 
 
 async def build_service(options: Options, on_fatal: Fault) -> Service:
-    """The service of a daemon. Returns before any model is loaded; loading goes on behind it."""
+    """The service of a daemon. Returns before any model is loaded; loading goes on behind it.
+
+    Raises:
+        ServeError: unknown_model, where a default model was named.
+    """
+    if options.model is not None:
+        await asyncio.get_running_loop().run_in_executor(None, resolve, options.model)
     blas = enable()
     # These import MLX, which binds its BLAS for good.
     from mlxbcd.device import Device
