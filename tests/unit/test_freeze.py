@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,6 +63,12 @@ def test_every_sampling_field_of_the_wire_arrives() -> None:
     }
     sampling = dataclasses.asdict(frozen(**asked, logit_bias={5: 1.0, 2: -3.0}).sampling)
     assert sampling == asked | {"seed": 7, "logit_bias": ((2, -3.0), (5, 1.0))}
+
+
+@pytest.mark.parametrize("asked", [5e-324, 1e-45, 1e-38])
+def test_no_repetition_penalty_is_so_small_that_dividing_by_it_overflows(asked: float) -> None:
+    for request in (frozen(repetition_penalty=asked), frozen(defaults={"repetition_penalty": asked})):
+        assert np.isfinite(np.float32(1e4) / np.float32(request.sampling.repetition_penalty))
 
 
 def test_nothing_the_caller_changes_later_changes_the_request() -> None:

@@ -196,6 +196,15 @@ def test_a_gguf_file_that_cannot_be_imported_fails_to_load(tmp_path: Path, model
     assert [path.name for path in models.iterdir()] == [".lock"]
 
 
+def test_a_pipe_is_no_model_and_is_never_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    assert "neither" in unknown(str(tmp_path / "pipe.gguf"))
+    path = make_model(tmp_path / "model")
+    (path / "model.safetensors").unlink()
+    os.mkfifo(path / "model.safetensors")
+    assert "holds no" in unknown(str(path))
+
+
 def test_one_import_at_a_time_and_what_a_killed_one_left_is_removed(tmp_path: Path, models: Path) -> None:
     (models / ".partial-left").mkdir(parents=True)
     (models / ".partial-left" / "model.safetensors").touch()

@@ -340,6 +340,22 @@ def test_a_model_without_tokenizer_json_is_converted(directory: Callable[..., Pa
     assert Tokenizer.load(path).encode(text, special=False) == expected.encode(text, special=False)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"9" * 5000: {"content": "<x>"}}},
+        {"bos_token": "\ud800"},
+        {"additional_special_tokens": ["\ud800"]},
+    ],
+)
+def test_tokens_that_no_vocabulary_can_have_fail_to_load(
+    directory: Callable[..., Path], config: dict[str, object]
+) -> None:
+    with pytest.raises(ServeError, match="odd tokens") as caught:
+        Tokenizer.load(directory(tokenizer_config=config))
+    assert caught.value.code == "load_failed"
+
+
 def test_a_model_that_needs_its_own_code_is_refused_without_running_it(
     directory: Callable[..., Path],
 ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from mlxbcd.errors import ServeError
-from mlxbcd.text.workers import INLINE_CHARACTERS, TextWorkers
+from mlxbcd.text.workers import INLINE_CHARACTERS, LONG_CHARACTERS, TextWorkers
 
 
 @pytest.fixture
@@ -45,6 +45,21 @@ async def test_the_loop_goes_on_while_long_texts_are_worked_on(workers: TextWork
     gate.set()
     assert await asyncio.gather(*tasks) == [True] * 3
     assert "0 running" in repr(workers)
+
+
+async def test_nothing_waits_behind_very_long_texts(workers: TextWorkers) -> None:
+    gate = threading.Event()
+    long = "x" * (LONG_CHARACTERS + 1)
+    waiting = [asyncio.ensure_future(workers.run(lambda text: gate.wait(30), long)) for _ in range(4)]
+    waiting += [asyncio.ensure_future(workers.offload_text(len(long), lambda: gate.wait(30))) for _ in range(4)]
+    try:
+        async with asyncio.timeout(20):
+            assert await workers.offload(len, "short") == 5
+            assert await workers.run(len, "x" * LONG_CHARACTERS) == LONG_CHARACTERS
+            assert await workers.offload_text(LONG_CHARACTERS, lambda: "done") == "done"
+    finally:
+        gate.set()
+    assert await asyncio.gather(*waiting) == [True] * 8
 
 
 async def test_an_exception_comes_back(workers: TextWorkers) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 from mlxbc import wire
 from mlxbcd.errors import ServeError
 from mlxbcd.plan.request import Request, Sampling
+
+_LEAST_REPETITION_PENALTY: Final = 1e-6
+"""Lower ones act as this one: a logit divided by much less overflows float32, and every seen token is ahead by then."""
 
 
 def check(request: wire.Generate) -> None:
@@ -97,7 +100,7 @@ def freeze(
         top_p=float(setting("top_p", 1.0)),
         top_k=int(setting("top_k", 0)),
         min_p=float(setting("min_p", 0.0)),
-        repetition_penalty=float(setting("repetition_penalty", 1.0)),
+        repetition_penalty=max(float(setting("repetition_penalty", 1.0)), _LEAST_REPETITION_PENALTY),
         presence_penalty=float(setting("presence_penalty", 0.0)),
         frequency_penalty=float(setting("frequency_penalty", 0.0)),
         logit_bias=tuple(sorted(request.logit_bias.items())),

@@ -155,7 +155,8 @@ def _at(path: Path) -> Resolved:
         return next(
             (found for found in _known() if found.path.resolve() == path), Resolved(str(path), path, "directory")
         )
-    if path.suffix != ".gguf":
+    # Opening a pipe waits for whoever writes into it, perhaps for ever.
+    if path.suffix != ".gguf" or not path.is_file():
         raise ServeError("unknown_model", f"{path} is neither a model's directory nor a .gguf file")
     target = store.import_file(path)
     return Resolved(target.name, target, "directory")

@@ -28,7 +28,8 @@ def models_directory() -> Path:
 
 def is_model(directory: Path) -> bool:
     """Whether a directory looks like a model that can be loaded."""
-    return (directory / "config.json").is_file() and next(directory.glob("model*.safetensors"), None) is not None
+    weights = list(directory.glob("model*.safetensors"))
+    return bool(weights) and all(path.is_file() for path in (directory / "config.json", *weights))
 
 
 def imported() -> list[Path]:

@@ -29,7 +29,7 @@ from mlxbcd.serve.contract import Fault, Job, Send, Work
 from mlxbcd.serve.generation import PROGRESS_S, Generation, TextStage
 from mlxbcd.serve.jobs import FinishedJob, TaskJob, internal
 from mlxbcd.text.channels import opens_inside
-from mlxbcd.text.workers import TextWorkers
+from mlxbcd.text.workers import INLINE_CHARACTERS, TextWorkers
 
 Open: TypeAlias = Generation | TaskJob
 
@@ -233,7 +233,7 @@ class LiveService:
                 max_tokens=MAX_TOKENS,
             )
             inside = request.messages is not None and opens_inside(text, tokenizer.reasoning)
-            if frozen.forced:
+            if frozen.forced or sum(map(len, frozen.stop)) > INLINE_CHARACTERS:
                 stage = await self._workers.offload(TextStage.resumed, tokenizer, frozen, inside=inside)
             else:
                 stage = TextStage(tokenizer, frozen.stop, inside=inside)
@@ -257,7 +257,7 @@ class LiveService:
             rendered = resident.template.render(turns, dict(options))
             return rendered, tokenizer.encode(rendered, special=False)
 
-        return await self._workers.offload(render)
+        return await self._workers.offload_text(sum(len(message.content) for message in messages), render)
 
     # -- the other requests
 

@@ -90,7 +90,12 @@ class Tokenizer:
             backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
             raise ServeError("load_failed", f"{path} can't be read ({error}); fetch the model again") from error
-        return cls(backend, metadata)
+        try:
+            return cls(backend, metadata)
+        except (TypeError, ValueError) as error:  # what the library makes of odd values in the other files
+            raise ServeError(
+                "load_failed", f"{directory} has odd tokens in its configuration ({error}); fetch the model again"
+            ) from error
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text. Control tokens written in the text are recognised.

@@ -14,17 +14,22 @@ R = TypeVar("R")
 
 INLINE_CHARACTERS: Final = 2048
 """Text up to this length is worked on at once: it takes about a millisecond."""
+LONG_CHARACTERS: Final = 128 * 1024
+"""Text beyond this length may take seconds."""
 
 
 class TextWorkers:
-    """A small pool for tokenising, counting and rendering. Used from one event loop.
+    """Two small pools for tokenising, counting and rendering. Used from one event loop.
+
+    Very long texts have a pool of their own, so that nothing else waits behind them.
 
     Args:
-        threads: how many long texts are worked on at once; more wait their turn.
+        threads: of each pool; more work waits its turn.
     """
 
     def __init__(self, threads: int = 2) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="mlxbcd-text")
+        self._long = ThreadPoolExecutor(threads, thread_name_prefix="mlxbcd-long-text")
         self._running: set[asyncio.Future[Any]] = set()
         self._closed = False
 
@@ -39,7 +44,7 @@ class TextWorkers:
         """
         length = sum(len(value) for value in (*args, *kwargs.values()) if isinstance(value, str))
         if length > INLINE_CHARACTERS:
-            return await self.offload(function, *args, **kwargs)
+            return await self.offload_text(length, lambda: function(*args, **kwargs))
         self._check_open()
         return function(*args, **kwargs)
 
@@ -51,18 +56,31 @@ class TextWorkers:
         Raises:
             ServeError: shutting_down, after `close`.
         """
-        self._check_open()
-        future = asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
-        return await future
+        return await self._call(self._pool, lambda: function(*args, **kwargs))
+
+    async def offload_text(self, length: int, function: Callable[[], R]) -> R:
+        """Call a function whose time follows from a text of `length` characters in a thread, see `offload`.
+
+        Raises:
+            ServeError: shutting_down, after `close`.
+        """
+        return await self._call(self._long if length > LONG_CHARACTERS else self._pool, function)
 
     async def close(self) -> None:
         """Refuse new work, drop what hasn't begun, wait for what has."""
         self._closed = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*self._running, return_exceptions=True)
-        self._pool.shutdown(wait=True)
+        for pool in (self._pool, self._long):
+            pool.shutdown(wait=True)
+
+    async def _call(self, pool: ThreadPoolExecutor, function: Callable[[], R]) -> R:
+        self._check_open()
+        future = asyncio.get_running_loop().run_in_executor(pool, function)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return await future
 
     def _check_open(self) -> None:
         if self._closed:
