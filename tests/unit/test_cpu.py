@@ -40,6 +40,8 @@ def test_small_attention_and_sinks_are_left_to_the_backend() -> None:
     with cpu.computing():
         assert cpu.attention(small, small, small, 1.0, None, None) is None
         assert cpu.attention(wide, wide, wide, 1.0, None, mx.zeros((2,))) is None
+        long = mx.zeros((1, 2, 140_000, 8))
+        assert cpu.attention(small, long, long, 1.0, None, None) is None
     assert cpu.attention(wide, mx.zeros((1, 2, 900, 64)), mx.zeros((1, 2, 900, 64)), 1.0, None, None) is None
 
 

@@ -25,6 +25,10 @@ _LOG2_E: Final = math.log2(math.e)
 _WIDE_SCORES: Final = 8192
 """Scores from which attention by powers is faster than the back end's own, as measured."""
 
+_LEAN_SCORES: Final = 1 << 18
+"""Scores of a decode step from which it is not used: it holds them twice, and decoding must not need memory that grows
+with the context beside the state itself."""
+
 _computing = False
 
 
@@ -102,7 +106,8 @@ def attention(
     masked = mask is None or mask == "causal" if not isinstance(mask, mx.array) else mask.dtype == mx.bool_
     if not _computing or sinks is not None or queries.dtype != mx.float32 or not masked:
         return None
-    if rows * heads * width * reach < _WIDE_SCORES:
+    scores_count = rows * heads * width * reach
+    if scores_count < _WIDE_SCORES or (width == 1 and scores_count > _LEAN_SCORES):
         return None
     # All query heads of one key head are one matrix product.
     kv_heads = keys.shape[1]
