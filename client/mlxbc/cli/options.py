@@ -47,7 +47,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar=("KEY", "VALUE"),
-        help="set one option of the generation; may be repeated. Keys: " + ", ".join(sorted(_choices())),
+        help="set one option of the generation; may be repeated. Keys: " + ", ".join(sorted(_names())),
     )
 
 
@@ -83,8 +83,10 @@ def parse(pairs: list[list[str]]) -> dict[str, Any]:
     Raises:
         ValueError: an unknown key, a value of the wrong type or out of range, or a key given twice.
     """
-    choices = _choices()
     values: dict[str, Any] = {}
+    if not pairs:
+        return values
+    choices = _choices()
     for key, text in pairs:
         if key not in choices:
             raise ValueError(_unknown(key, choices))
@@ -103,7 +105,12 @@ def parse(pairs: list[list[str]]) -> dict[str, Any]:
     return values
 
 
+def _names() -> list[str]:
+    return [name for name in wire.Generate.__struct_fields__ if name not in _NOT_OPTIONS]
+
+
 def _choices() -> dict[str, FieldInfo]:
+    """Types and all: what a command without -o has no time to look at."""
     return {field.name: field for field in fields(wire.Generate) if field.name not in _NOT_OPTIONS}
 
 
