@@ -106,7 +106,7 @@ def _growing_join(settings: Settings, pair: Pair) -> Row:
 
     spans = [(joined(pair.ours()), joined(pair.theirs())) for _ in range(settings.pick(5, 1))]
     mine, other = (median(side) for side in zip(*spans, strict=True))
-    note = "the worst of our joins: eight slots become sixteen"
+    note = "the worst of our joins: eight slots become twelve"
     return compare("rows/join/growing", mine, other, "ms", "lower", peer_version=peer_version(), note=note)
 
 
