@@ -32,7 +32,7 @@ MISSING: Final = {
     "bitnet": "its layers exist only as Metal kernels",
     "muse_spark": "its layers exist only as Metal kernels",
     "olmo": "the zoo's module ends the process without a package that nothing else needs",
-    "phi3small": "its attention adds a mask that may be a string, so prompts don't run at all",
+    "phi3small": "it adds a boolean mask to its scores, so tokens see later ones and no two ways to run it agree",
     "prism_hadamard_qwen35": "qwen3_5 with other weights; it takes no model without its packed 2-bit ones",
 }
 """Modules of the zoo without a family here, and why."""
