@@ -10,6 +10,10 @@ import pytest
 from mlxbcd.text import deadline
 from mlxbcd.text.deadline import Overtime, run_within
 
+# The exception that stops a thread can hit it inside a callback of the garbage collector, where it is dropped with a
+# warning; the deadline insists until the thread has ended.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+
 
 def spin() -> None:
     for _ in iter(int, 1):
