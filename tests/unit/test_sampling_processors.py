@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlxbcd.errors import ServeError
 from mlxbcd.plan.request import Sampling
-from mlxbcd.sampling.processors import History, bias_vector, penalise
+from mlxbcd.sampling.processors import History, bias_vector, column, penalise
 
 VOCAB = 50
 
@@ -17,6 +19,16 @@ def observed(history: History, *tokens: int) -> History:
     for token in tokens:
         history.observe(mx.array([token], dtype=mx.uint32))
     return history
+
+
+def penalties(histories: Sequence[History], samplings: Sequence[Sampling]) -> list[mx.array]:
+    """The arguments of `penalise` after the logits."""
+    return [
+        mx.stack([history.counts for history in histories]),
+        column([sampling.repetition_penalty for sampling in samplings]),
+        column([sampling.presence_penalty for sampling in samplings]),
+        column([sampling.frequency_penalty for sampling in samplings]),
+    ]
 
 
 def test_a_history_counts_the_prompt_and_every_sampled_token() -> None:
@@ -53,7 +65,7 @@ def test_penalties_equal_their_formulas() -> None:
         Sampling(repetition_penalty=1.1, presence_penalty=-1.0, frequency_penalty=0.1),
     ]
     histories = [observed(History(prompt, VOCAB), 4, 4) for prompt in prompts]
-    result = np.array(penalise(mx.array(logits), histories, samplings))
+    result = np.array(penalise(mx.array(logits), *penalties(histories, samplings)))
     for row, sampling in enumerate(samplings):
         counts = np.bincount([*prompts[row], 4, 4], minlength=VOCAB)
         for token, count in enumerate(counts):
@@ -68,7 +80,7 @@ def test_penalties_equal_their_formulas() -> None:
 def test_unseen_tokens_keep_their_logits_bit_for_bit() -> None:
     logits = mx.random.normal((1, VOCAB), key=mx.random.key(1))
     everything = Sampling(repetition_penalty=1.7, presence_penalty=1.3, frequency_penalty=0.9)
-    result = penalise(logits, [History((0, 1), VOCAB)], [everything])
+    result = penalise(logits, *penalties([History((0, 1), VOCAB)], [everything]))
     assert mx.array_equal(result[:, 2:], logits[:, 2:])
     assert not mx.array_equal(result[:, :2], logits[:, :2])
 

@@ -13,7 +13,7 @@ import pytest
 from mlxbcd.errors import ServeError
 from mlxbcd.plan.request import Sampling
 from mlxbcd.sampling.noise import gumbel, key
-from mlxbcd.sampling.sampler import Draw, RowSampler, sample
+from mlxbcd.sampling.sampler import Draw, RowSampler, Samplers, sample
 
 VOCAB = 2500
 PROMPT = (1, 2, 2, 3)
@@ -292,3 +292,26 @@ def test_requests_this_model_cannot_serve_are_refused_with_what_to_do() -> None:
 def test_a_sampler_shows_its_state() -> None:
     sampler = RowSampler(Sampling(temperature=1.0, top_k=5, presence_penalty=1.0), PROMPT, VOCAB, index=4)
     assert repr(sampler) == "RowSampler(top_k penalised, next draw 4)"
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}])
+def test_rows_of_one_kind_are_one_call_whose_parameters_are_built_once(settings: dict[str, Any]) -> None:
+    samplers = Samplers([RowSampler(Sampling(seed=row, **settings), PROMPT, VOCAB) for row in range(8)])
+    (call,) = samplers.form.calls
+    assert call.rows == 8
+    (first,) = samplers.inputs()
+    samplers.draw(mx.array(random_logits(0, 8)))
+    (second,) = samplers.inputs()
+    changed = {name for name in first if first[name] is not second[name]}
+    assert changed == ({"keys"} if settings else set())
+
+
+def test_samplers_that_stay_together_draw_what_they_would_apart() -> None:
+    def rows() -> list[RowSampler]:
+        return [RowSampler(Sampling(seed=row, **settings), PROMPT, VOCAB) for row, settings in enumerate(SETTINGS)]
+
+    together, apart = Samplers(rows()), rows()
+    for step in range(4):
+        logits = mx.array(random_logits(step, len(SETTINGS)))
+        drawn = [sample(logits[i : i + 1], [row]).read()[0] for i, row in enumerate(apart)]
+        assert together.draw(logits).read() == drawn

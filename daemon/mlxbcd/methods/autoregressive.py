@@ -20,9 +20,10 @@ import mlx.core as mx
 
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.events import Drawn, Emit, End, Event, Failed
-from mlxbcd.model.forward import Forward, Group
+from mlxbcd.methods.step import EagerSteps, StepBuilder
+from mlxbcd.model.forward import Forward
 from mlxbcd.plan.request import Request
-from mlxbcd.sampling.sampler import Draw, RowSampler, Sample, sample
+from mlxbcd.sampling.sampler import Draw, RowSampler, Sample, Samplers
 from mlxbcd.state.alone import AloneRow
 from mlxbcd.state.geometry import Key
 from mlxbcd.state.rows import Joiner, Rows, commit
@@ -106,10 +107,12 @@ class DecodeGroup:
     Args:
         forward: the model.
         state: an empty collection, or None for a model whose rows run alone (then `adopt` brings the state).
+        steps: builds the steps; eagerly by default.
     """
 
-    def __init__(self, forward: Forward, state: Rows | None, ahead: Ahead) -> None:
-        self._forward = forward
+    def __init__(self, forward: Forward, state: Rows | None, ahead: Ahead, steps: StepBuilder | None = None) -> None:
+        self._steps: StepBuilder = steps or EagerSteps(forward)
+        self._samplers: Samplers | None = None
         self._state: Rows | AloneRow | None = state
         self._ahead = ahead
         self._rows: dict[Key, Row] = {}
@@ -196,6 +199,7 @@ class DecodeGroup:
         """Let all rows and their state go without reading anything; the keys they had."""
         keys = list(self._rows)
         self._flight = None
+        self._samplers = None
         self._rows.clear()
         self._state = self._state.successor() if isinstance(self._state, Rows) else None
         return keys
@@ -209,13 +213,19 @@ class DecodeGroup:
         turn = state.begin(1)
         rows = tuple(self._rows[key] for key in state.order)
         if last is None:
-            ids = mx.array([[row.pending] for row in rows], dtype=mx.int32)
+            ids = mx.array([row.pending for row in rows], dtype=mx.int32)
         else:
-            ids = last.draw.tokens[:, None]
-        (hidden,) = self._forward.run([Group(ids, turn.caches)])
+            ids = last.draw.tokens
+        draw = self._steps.build(turn, ids, self._sampling(rows))
         turn.resolve()
-        logits = self._forward.head(hidden)[:, -1]
-        return _Flight(rows, sample(logits, [row.sampler for row in rows]))
+        return _Flight(rows, draw)
+
+    def _sampling(self, rows: tuple[Row, ...]) -> Samplers:
+        """The rows' samplers in batch order; the same object for as long as rows and order stay."""
+        wanted = tuple(row.sampler for row in rows)
+        if self._samplers is None or self._samplers.rows != wanted:
+            self._samplers = Samplers(wanted)
+        return self._samplers
 
     def _deliver(self, flight: _Flight, emit: Emit) -> None:
         self._time(flight)
@@ -231,7 +241,9 @@ class DecodeGroup:
         assert flight.submitted_at is not None
         mx.eval(*flight.draw.arrays)
         now = time.perf_counter()
-        self._timings.append((len(flight.rows), now - max(flight.submitted_at, self._free_at)))
+        seconds = now - max(flight.submitted_at, self._free_at)
+        self._timings.append((len(flight.rows), seconds))
+        self._steps.took(flight.draw, seconds)
         self._free_at = now
         flight.timed = True
 
@@ -241,6 +253,7 @@ class DecodeGroup:
         for key in keys:
             if self._rows.pop(key).poisoned and isinstance(self._state, Rows):
                 self._state.scrub(key)
+        self._samplers = None
         if isinstance(self._state, Rows):
             commit(self._state.prepare(keep=self._rows))
         elif not self._rows:

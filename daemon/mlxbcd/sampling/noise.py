@@ -28,9 +28,17 @@ def key(seed: int, index: int, candidate: int = 0) -> tuple[int, int]:
     Each step is a bijection of 64 bits, so keys that differ in one argument alone are always distinct;
     any other two coincide with probability 2**-64.
     """
-    state = _mix64(seed + _INDEX_STEP)
-    state = _mix64(state + candidate * _CANDIDATE_STEP)
-    state = _mix64(state + index * _INDEX_STEP)
+    return key_at(stem(seed, candidate), index)
+
+
+def stem(seed: int, candidate: int = 0) -> int:
+    """What the keys of all draws of one candidate have in common."""
+    return _mix64(_mix64(seed + _INDEX_STEP) + candidate * _CANDIDATE_STEP)
+
+
+def key_at(stem: int, index: int) -> tuple[int, int]:
+    """The key of draw `index`."""
+    state = _mix64(stem + index * _INDEX_STEP)
     return state >> 32, state & 0xFFFFFFFF
 
 

@@ -12,7 +12,6 @@ from typing import Final
 import mlx.core as mx
 
 from mlxbcd.errors import ServeError
-from mlxbcd.plan.request import Sampling
 
 _FORGETTABLE: Final = 64
 """Newest observed tokens that a history can take back: more than any step runs ahead."""
@@ -62,17 +61,19 @@ class History:
             self.counts = self.counts.at[self._newest.pop()].add(-1.0)
 
 
-def penalise(logits: mx.array, histories: Sequence[History], samplings: Sequence[Sampling]) -> mx.array:
+def penalise(
+    logits: mx.array, counts: mx.array, repetition: mx.array, presence: mx.array, frequency: mx.array
+) -> mx.array:
     """Lower (or raise) the logits of tokens in each row's history; float32 [G, V] in and out.
 
     First the repetition penalty r, as CTRL defines it (Keskar et al. 2019): a seen token's logit is
     divided by r where it is positive and multiplied by r where it is not. Then OpenAI's formula:
     ``logit −= presence · [count > 0] + frequency · count``. All of them count over prompt and output alike.
+
+    Args:
+        counts: float32 [G, V], see `History.counts`.
+        repetition, presence, frequency: float32 [G, 1].
     """
-    counts = mx.stack([history.counts for history in histories])
-    repetition = column([sampling.repetition_penalty for sampling in samplings])
-    presence = column([sampling.presence_penalty for sampling in samplings])
-    frequency = column([sampling.frequency_penalty for sampling in samplings])
     seen = counts > 0
     repeated = mx.where(logits > 0, logits / repetition, logits * repetition)
     return mx.where(seen, repeated, logits) - (presence * seen + frequency * counts)

@@ -1,4 +1,4 @@
-"""Owns sampling: from a batch of logits to one token per row by its own rules, on the device and unread.
+"""Owns the samplers: each row's rules for drawing tokens, and one draw for all rows of a batch, unread.
 
 For each row: penalties, bias, then argmax if it is greedy; else temperature, top_k, top_p, min_p, and
 argmax of what is left plus the row's keyed noise. Rows of one kind share one vectorised call. Nothing
@@ -10,43 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
 import mlx.core as mx
 
 from mlxbcd.errors import ServeError
 from mlxbcd.plan.request import Sampling
-from mlxbcd.sampling.filters import nucleus_bound, top_k_bound
-from mlxbcd.sampling.logprobs import MOST_ALTERNATIVES, Logprobs, logprobs
-from mlxbcd.sampling.noise import gumbel, key
-from mlxbcd.sampling.processors import History, bias_vector, column, penalise
+from mlxbcd.sampling.form import Call, Choice, Form, Inputs, Kind
+from mlxbcd.sampling.logprobs import MOST_ALTERNATIVES, Logprobs
+from mlxbcd.sampling.noise import key_at, stem
+from mlxbcd.sampling.processors import History, bias_vector, column
 
 _COLDEST: Final = 1e-6
 """Lower temperatures act as this one: it is greedy to float32's precision, and dividing by less overflows."""
-
-
-class Choice(Enum):
-    """How a row picks from its processed logits."""
-
-    GREEDY = auto()
-    PLAIN = auto()
-    """Random; no filter but min_p."""
-    TOP_K = auto()
-    """Random; top_k and perhaps the other filters."""
-    NUCLEUS = auto()
-    """Random; top_p over the whole vocabulary and perhaps min_p."""
-
-
-class Kind(NamedTuple):
-    """Rows of one kind are sampled in one call."""
-
-    choice: Choice
-    penalised: bool
-    biased: bool
-
-
-_UNPROCESSED_GREEDY: Final = Kind(Choice.GREEDY, penalised=False, biased=False)
 
 
 class RowSampler:
@@ -61,7 +37,7 @@ class RowSampler:
         kind: which rows it shares a call with.
     """
 
-    __slots__ = ("bias", "history", "index", "kind", "sampling", "vocab_size")
+    __slots__ = ("_stem", "bias", "history", "index", "kind", "sampling", "vocab_size")
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab_size: int, index: int = 0) -> None:
         """Build on the device thread.
@@ -86,6 +62,7 @@ class RowSampler:
         self.history = History(prompt, vocab_size) if sampling.penalised else None
         self.bias = bias_vector(sampling.logit_bias, vocab_size) if sampling.logit_bias else None
         self.kind = Kind(_choice(sampling, vocab_size), self.history is not None, self.bias is not None)
+        self._stem = stem(sampling.seed)
 
     def __repr__(self) -> str:
         flags = [flag for flag in ("penalised", "biased") if getattr(self.kind, flag)]
@@ -95,6 +72,11 @@ class RowSampler:
     def reports(self) -> bool:
         """The row wants log-probabilities."""
         return self.sampling.logprobs or self.sampling.top_logprobs > 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Keys the next draw's noise."""
+        return key_at(self._stem, self.index)
 
     def advance(self, token: mx.array) -> None:
         """Draw `index` was `token`, integer [1], which need not be evaluated yet."""
@@ -160,83 +142,116 @@ class Draw:
         return [Sample(tokens[row], finite[row], *reported.get(row, ())) for row in range(len(tokens))]
 
 
-def sample(logits: mx.array, samplers: Sequence[RowSampler]) -> Draw:
-    """Draw one token per row and advance every sampler by one. Evaluates nothing.
+class Samplers:
+    """The samplers of a batch's rows, for as long as these rows stay together: what their draws have in common is built
+    once. On the device thread.
 
-    Args:
-        logits: [B, V], any float dtype.
-        samplers: one per row.
+    Attributes:
+        rows: one per row of the batch.
+        form: decides the graph of a draw.
+    """
+
+    __slots__ = ("_groups", "_same", "form", "rows")
+
+    def __init__(self, rows: Sequence[RowSampler]) -> None:
+        if not rows:
+            raise ValueError("there is no row to sample")
+        self.rows = tuple(rows)
+        groups: dict[Kind, list[int]] = {}
+        for i, row in enumerate(rows):
+            groups.setdefault(row.kind, []).append(i)
+        self._groups = [[self.rows[i] for i in members] for members in groups.values()]
+        calls = [_call(kind, members) for kind, members in zip(groups, self._groups, strict=True)]
+        reporting = tuple(i for i, row in enumerate(rows) if row.reports)
+        widths = tuple(rows[i].sampling.top_logprobs for i in reporting)
+        self.form = Form(tuple(calls), reporting, widths)
+        self._same = [_parameters(call, members) for call, members in zip(calls, self._groups, strict=True)]
+        if len(calls) > 1:
+            order = [i for members in groups.values() for i in members]
+            self._same[0]["order"] = mx.array(sorted(range(len(rows)), key=order.__getitem__), dtype=mx.uint32)
+            for same, members in zip(self._same, groups.values(), strict=True):
+                same["rows"] = mx.array(members, dtype=mx.uint32)
+
+    def __repr__(self) -> str:
+        return f"Samplers({list(self.rows)})"
+
+    def inputs(self) -> list[Inputs]:
+        """The arrays of the next draw, as `Form.choose` takes them."""
+        inputs: list[Inputs] = []
+        for call, members, same in zip(self.form.calls, self._groups, self._same, strict=True):
+            now = dict(same)
+            if call.kind.choice is not Choice.GREEDY:
+                now["keys"] = mx.array([row.key for row in members], dtype=mx.uint32)
+            if call.kind.penalised:
+                now["counts"] = mx.stack([row.history.counts for row in members if row.history is not None])
+            inputs.append(now)
+        return inputs
+
+    def advance(self, chosen: Sequence[mx.array]) -> Draw:
+        """Take note of a draw, what `Form.choose` gave: every sampler is one further. Evaluates nothing."""
+        tokens, finite, *reported = chosen
+        for i, row in enumerate(self.rows):
+            if row.history is None:
+                row.index += 1
+            else:
+                row.advance(tokens[i : i + 1])
+        return Draw(tokens, finite, self.form.logprobs(reported))
+
+    def draw(self, logits: mx.array) -> Draw:
+        """Draw one token per row and advance every sampler by one. Evaluates nothing.
+
+        Args:
+            logits: [B, V], any float dtype.
+
+        Raises:
+            ValueError: the logits do not fit the samplers; none has advanced.
+        """
+        for i, row in enumerate(self.rows):
+            if logits.shape != (len(self.rows), row.vocab_size):
+                raise ValueError(
+                    f"logits of shape {logits.shape} do not fit row {i} of {len(self.rows)}, "
+                    f"whose vocabulary has {row.vocab_size} tokens"
+                )
+        return self.advance(self.form.choose(logits, self.inputs()))
+
+
+def sample(logits: mx.array, samplers: Sequence[RowSampler]) -> Draw:
+    """One draw of rows that need not stay together: see `Samplers.draw`.
 
     Raises:
-        ValueError: the logits do not fit the samplers; none has advanced.
+        ValueError: the logits do not fit the samplers, or there are none; none has advanced.
     """
-    if not samplers:
-        raise ValueError("there is no row to sample")
-    for row, sampler in enumerate(samplers):
-        if logits.shape != (len(samplers), sampler.vocab_size):
-            raise ValueError(
-                f"logits of shape {logits.shape} do not fit row {row} of {len(samplers)}, "
-                f"whose vocabulary has {sampler.vocab_size} tokens"
-            )
-    groups: dict[Kind, list[int]] = {}
-    for row, sampler in enumerate(samplers):
-        groups.setdefault(sampler.kind, []).append(row)
-    parts = [_sample_group(logits, kind, rows, [samplers[row] for row in rows]) for kind, rows in groups.items()]
-    tokens, finite = parts[0] if len(parts) == 1 else _reassemble(list(groups.values()), parts)
-    reporting = [row for row, sampler in enumerate(samplers) if sampler.reports]
-    widths = [samplers[row].sampling.top_logprobs for row in reporting]
-    reported = logprobs(logits, tokens, reporting, widths) if reporting else None
-    for row, sampler in enumerate(samplers):
-        sampler.advance(tokens[row : row + 1])
-    return Draw(tokens, finite, reported)
+    return Samplers(samplers).draw(logits)
 
 
-def _sample_group(
-    logits: mx.array, kind: Kind, rows: list[int], samplers: list[RowSampler]
-) -> tuple[mx.array, mx.array]:
-    """Tokens and finiteness of the rows of one kind."""
-    if len(rows) < logits.shape[0]:
-        logits = logits[mx.array(rows, dtype=mx.uint32)]
-    if kind != _UNPROCESSED_GREEDY:
-        logits = logits.astype(mx.float32)
-    if kind.penalised:
-        histories = [sampler.history for sampler in samplers if sampler.history is not None]
-        logits = penalise(logits, histories, [sampler.sampling for sampler in samplers])
-    if kind.biased:
-        logits = logits + mx.stack([sampler.bias for sampler in samplers if sampler.bias is not None])
-    # argmax passes over a NaN on some devices; max passes it on, on all, and random rows need it anyway.
-    peak = mx.max(logits, axis=-1, keepdims=True)
-    if kind.choice is Choice.GREEDY:
-        tokens = mx.argmax(logits, axis=-1)
-    else:
-        tokens = _draw(logits - peak, kind.choice, samplers)
-    return tokens, mx.isfinite(peak)[:, 0]
+def _call(kind: Kind, rows: Sequence[RowSampler]) -> Call:
+    widest = max(row.sampling.top_k for row in rows) if kind.choice is Choice.TOP_K else 0
+    return Call(kind, len(rows), widest, kind.choice is Choice.PLAIN and any(row.sampling.min_p for row in rows))
 
 
-def _draw(relative: mx.array, choice: Choice, samplers: list[RowSampler]) -> mx.array:
-    """Random tokens, uint32 [G], from logits relative to each row's largest, float32 [G, V]."""
-    samplings = [sampler.sampling for sampler in samplers]
-    scores = relative / column([max(sampling.temperature, _COLDEST) for sampling in samplings])
-    keys = [key(sampler.sampling.seed, sampler.index) for sampler in samplers]
-    ids = mx.arange(scores.shape[-1], dtype=mx.uint32)
-    noisy = scores + gumbel(mx.array(keys, dtype=mx.uint32), ids)
-    kept = _kept(scores, choice, samplings)
-    return mx.argmax(noisy if kept is None else mx.where(kept, noisy, -math.inf), axis=-1)
-
-
-def _kept(scores: mx.array, choice: Choice, samplings: list[Sampling]) -> mx.array | None:
-    """Which tokens pass the filters, bool [G, V]; None if all do."""
-    top_p = column([sampling.top_p for sampling in samplings])
-    if choice is Choice.NUCLEUS:
-        weights = mx.exp(scores)
-        min_p = column([sampling.min_p for sampling in samplings])
-        return weights >= mx.maximum(nucleus_bound(weights, top_p), min_p)
-    floor = column([math.log(sampling.min_p) if sampling.min_p else -math.inf for sampling in samplings])
-    if choice is Choice.TOP_K:
-        widths = [sampling.top_k for sampling in samplings]
-        top_k = mx.array(widths, dtype=mx.int32)[:, None]
-        return scores >= mx.maximum(top_k_bound(scores, top_k, top_p, max(widths)), floor)
-    return scores >= floor if any(sampling.min_p for sampling in samplings) else None
+def _parameters(call: Call, rows: Sequence[RowSampler]) -> dict[str, mx.array]:
+    """The inputs of a call that its rows never change."""
+    samplings = [row.sampling for row in rows]
+    same: dict[str, mx.array] = {}
+    if call.kind.penalised:
+        same["repetition"] = column([sampling.repetition_penalty for sampling in samplings])
+        same["presence"] = column([sampling.presence_penalty for sampling in samplings])
+        same["frequency"] = column([sampling.frequency_penalty for sampling in samplings])
+    if call.kind.biased:
+        same["bias"] = mx.stack([row.bias for row in rows if row.bias is not None])
+    if call.kind.choice is Choice.GREEDY:
+        return same
+    same["temperature"] = column([max(sampling.temperature, _COLDEST) for sampling in samplings])
+    if call.kind.choice is not Choice.PLAIN:
+        same["top_p"] = column([sampling.top_p for sampling in samplings])
+    if call.kind.choice is Choice.NUCLEUS:
+        same["min_p"] = column([sampling.min_p for sampling in samplings])
+    elif call.kind.choice is Choice.TOP_K or call.floored:
+        floors = [math.log(sampling.min_p) if sampling.min_p else -math.inf for sampling in samplings]
+        same["floor"] = column(floors)
+    if call.kind.choice is Choice.TOP_K:
+        same["top_k"] = mx.array([sampling.top_k for sampling in samplings], dtype=mx.int32)[:, None]
+    return same
 
 
 def _choice(sampling: Sampling, vocab_size: int) -> Choice:
@@ -245,12 +260,3 @@ def _choice(sampling: Sampling, vocab_size: int) -> Choice:
     if 0 < sampling.top_k < vocab_size:
         return Choice.TOP_K
     return Choice.NUCLEUS if sampling.top_p < 1.0 else Choice.PLAIN
-
-
-def _reassemble(groups: list[list[int]], parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
-    """Put the groups' results back into the batch's order."""
-    rows = [row for group in groups for row in group]
-    order = mx.array(sorted(range(len(rows)), key=rows.__getitem__), dtype=mx.uint32)
-    tokens = mx.concatenate([part[0] for part in parts])
-    finite = mx.concatenate([part[1] for part in parts])
-    return tokens[order], finite[order]

@@ -1,0 +1,42 @@
+"""Owns how one decode step becomes a graph: from an open turn and the rows' newest tokens to their next ones."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlxbcd.model.forward import Forward, Group
+from mlxbcd.sampling.sampler import Draw, Samplers
+from mlxbcd.state.alone import AloneTurn
+from mlxbcd.state.rows import Turn
+
+
+class StepBuilder(Protocol):
+    """One way to build a step. Evaluates nothing, and doesn't resolve the turn."""
+
+    def build(self, turn: Turn | AloneTurn, ids: mx.array, samplers: Samplers) -> Draw:
+        """One token for every row of the turn, whose tokens `ids` [B] (int32 or uint32, may be lazy) are processed."""
+        ...
+
+    def took(self, draw: Draw, seconds: float) -> None:
+        """A step that this builder built took that long on the device."""
+        ...
+
+
+class EagerSteps:
+    """Builds every step anew, operation by operation."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def __repr__(self) -> str:
+        return "EagerSteps()"
+
+    def build(self, turn: Turn | AloneTurn, ids: mx.array, samplers: Samplers) -> Draw:
+        """See `StepBuilder.build`."""
+        (hidden,) = self._forward.run([Group(ids[:, None], turn.caches)])
+        return samplers.draw(self._forward.head(hidden)[:, -1])
+
+    def took(self, draw: Draw, seconds: float) -> None:
+        """Nothing depends on it."""
