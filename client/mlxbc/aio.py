@@ -158,6 +158,10 @@ class AsyncClient:
         """The resident models."""
         return (await self._call(self._build(wire.Ps), wire.ProcessList)).models
 
+    async def config(self) -> wire.Settings:
+        """The daemon's settings, and where each comes from."""
+        return await self._call(self._build(wire.Config), wire.Settings)
+
     async def ping(self) -> float:
         """Seconds until the daemon's answer."""
         began = perf_counter()

@@ -145,6 +145,10 @@ class Client:
         """The resident models."""
         return self._call(self._build(wire.Ps), wire.ProcessList).models
 
+    def config(self) -> wire.Settings:
+        """The daemon's settings, and where each comes from."""
+        return self._call(self._build(wire.Config), wire.Settings)
+
     def ping(self) -> float:
         """Seconds until the daemon's answer."""
         began = perf_counter()

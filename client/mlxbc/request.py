@@ -25,6 +25,7 @@ Numbered: TypeAlias = (
     | wire.Unload
     | wire.Status
     | wire.Ps
+    | wire.Config
     | wire.Ping
     | wire.Shutdown
 )

@@ -182,6 +182,12 @@ class Ps(_Request, frozen=True, tag="ps"):
     id: Id
 
 
+class Config(_Request, frozen=True, tag="config"):
+    """The settings in force, and where each comes from."""
+
+    id: Id
+
+
 class Ping(_Request, frozen=True, tag="ping"):
     id: Id
 
@@ -194,7 +200,7 @@ class Shutdown(_Request, frozen=True, tag="shutdown"):
 
 
 Request: TypeAlias = (
-    Hello | Generate | Cancel | Tokenize | Count | Models | Load | Unload | Status | Ps | Ping | Shutdown
+    Hello | Generate | Cancel | Tokenize | Count | Models | Load | Unload | Status | Ps | Config | Ping | Shutdown
 )
 
 # ---------------------------------------------------------------------------------------------- daemon -> client
@@ -383,6 +389,31 @@ class StatusReport(_Reply, frozen=True, tag="status_report"):
     """What a person should know: a slow BLAS, a model served one at a time, …"""
 
 
+class Setting(Struct, omit_defaults=True, frozen=True):
+    """One setting of the daemon.
+
+    `value` is written as in TOML. `source` is an option, a variable, the file, or "default".
+    """
+
+    key: str
+    value: str
+    source: str
+    live: bool = False
+    """A running daemon takes another value over when it reads its file again."""
+
+
+class Settings(_Reply, frozen=True, tag="settings"):
+    id: int
+    file: str
+    settings: list[Setting]
+    waiting: list[str] = []
+    """Keys that the file gives another value, which needs another start of the daemon."""
+    loads: int = 0
+    """How often the file has been read again."""
+    error: str = ""
+    """Why the file could not be read when it was last tried."""
+
+
 class Pong(_Reply, frozen=True, tag="pong"):
     id: int
 
@@ -407,6 +438,7 @@ Reply: TypeAlias = (
     | Unloaded
     | ProcessList
     | StatusReport
+    | Settings
     | Pong
     | Bye
 )
@@ -421,6 +453,7 @@ TERMINAL: Final = (
     Unloaded,
     ProcessList,
     StatusReport,
+    Settings,
     Pong,
     Bye,
 )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from bench.stories import words
+from mlxbcd.config.sources import fixed
 from mlxbcd.device import Device
 from mlxbcd.engine.engine import Engine
 from mlxbcd.engine.runner import Report
@@ -28,6 +29,7 @@ from mlxbcd.residency.build import Built
 from mlxbcd.residency.names import resolve
 from mlxbcd.residency.resident import Resident
 from mlxbcd.sampling.sampler import Sample
+from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.contract import Fault, Service
 from mlxbcd.serve.live import LiveService
 from mlxbcd.serve.main import run
@@ -109,7 +111,9 @@ async def build(options: Options, on_fatal: Fault) -> Service:
     built = Built(
         cast("Any", runner), dtype="float32", bytes=0, context=_CONTEXT, vocab_size=tokenizer.vocab_size, reason=""
     )
-    service = LiveService(device, options.model, on_fatal, BlasReport("native", "nothing is multiplied"))
+    service = LiveService(
+        device, Configuration(fixed(options)), on_fatal, BlasReport("native", "nothing is multiplied")
+    )
     template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
     service._residency.models[source.path] = Resident(source, tokenizer, template, engine, built, 0.0)
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _report)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,11 @@ from hypothesis import strategies as st
 
 from mlxbc import wire
 from mlxbc.framing import Codec
+from mlxbcd.config.settings import Settings
 from mlxbcd.serve import logs
 from mlxbcd.serve.listen import AlreadyRunning, listen
 from mlxbcd.serve.main import main
-from mlxbcd.serve.options import LOG_LEVELS, Options, parse
+from mlxbcd.serve.options import Options, parse
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "protocol"))
@@ -396,17 +398,38 @@ def test_concurrent_starts_all_return_the_id_of_the_one_daemon(path: Path) -> No
 
 
 @given(
-    options=st.builds(
-        Options,
-        socket=st.sampled_from([Path("/run/a.sock"), Path("/tmp/with space/b.sock")]),
-        model=st.none() | st.sampled_from(["smollm2", "ORG/Name", "./here"]),
-        preload=st.booleans(),
-        log_level=st.sampled_from(LOG_LEVELS),
-        log_file=st.none() | st.just(Path("/var/log/x y.log")),
-    ),
+    line=st.lists(
+        st.sampled_from(
+            [
+                "--socket=/tmp/with space/b.sock",
+                "--model=ORG/Name",
+                "--no-preload",
+                "--log-level=debug",
+                "--log-file=/var/log/x y.log",
+                "--set=requests.queue=7",
+                "--set=log.format=json",
+            ]
+        ),
+        unique=True,
+    )
 )
-def test_a_detached_daemon_gets_the_options_of_its_parent(options: Options) -> None:
-    assert parse(options.arguments()).options == options
+def test_a_detached_daemon_gets_the_options_of_its_parent(line: list[str]) -> None:
+    options = parse(line).options
+    again = parse(options.arguments()).options
+    assert (again.socket, settings_of(again)) == (options.socket, settings_of(options))
+    assert options.config is not None
+    assert len(options.config.flags) == len([word for word in line if not word.startswith("--socket")])
+
+
+def settings_of(options: Options) -> dict[str, object]:
+    return {field.name: getattr(options, field.name) for field in fields(Settings)}
+
+
+def test_a_detached_daemon_reads_the_file_that_its_parent_was_given(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[requests]\nqueue = 9\n")
+    options = parse(["--socket", "/run/s", "--config", str(file)]).options
+    assert options.queue == parse(options.arguments()).options.queue == 9
 
 
 def test_relative_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -433,6 +456,7 @@ def test_a_detached_daemon_logs_to_a_file_by_default(monkeypatch: pytest.MonkeyP
         (["--wait"], "--wait needs --detach"),
         (["--log-level", "loud"], "invalid choice: 'loud'"),
         (["--modell", "x"], "unrecognized arguments: --modell"),
+        (["--set", "model"], "--set takes KEY=VALUE"),
     ],
 )
 def test_a_wrong_command_line_exits_2_and_says_what_is_wrong(

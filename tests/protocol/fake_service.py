@@ -77,6 +77,7 @@ class FakeService:
         self.jobs: list[FakeJob] = []
         self.running: set[FakeJob] = set()
         self.draining = False
+        self.reloaded = 0
         self.closed = False
         self.on_fatal = on_fatal
         self._event = asyncio.Event()
@@ -127,6 +128,10 @@ class FakeService:
                 raise KeyError("secret prompt")
             case ["fault"] if self.on_fatal:
                 self.on_fatal(RuntimeError("the device is gone"))
+
+    def reload(self) -> None:
+        self.reloaded += 1
+        self.changed()
 
     async def drain(self) -> None:
         self.draining = True

@@ -16,8 +16,8 @@ from typing import Final
 _PICTURE: Final = """
 cli:       client wire
 client:    wire
-service:   serve errors wire
-serve:     residency engine methods sampling state model text plan device errors wire
+service:   serve config errors wire
+serve:     config residency engine methods sampling state model text plan device errors wire
 residency: engine methods state model text device errors wire
 engine:    methods sampling state model plan device errors
 methods:   sampling state model plan errors
@@ -27,6 +27,7 @@ model:     errors wire
 text:      errors wire
 plan:      errors wire
 device:
+config:    errors wire
 errors:    wire
 wire:
 """
@@ -43,6 +44,7 @@ USES_MLX: Final = {"serve", "residency", "engine", "methods", "sampling", "state
 USES_THE_ZOO: Final = {"residency", "state", "model"}
 
 HANDS_OVER: Final = {
+    "mlxbc.cli.config": "mlxbcd.config.sources",
     "mlxbc.cli.serve": "mlxbcd.serve.main",
     "mlxbc.cli.service": "mlxbcd.service.manager",
     "mlxbc.cli.pull": "mlxbcd.residency.pull",
@@ -212,7 +214,7 @@ def without_mlx() -> list[str]:
         module
         for module in MODULES
         if root(module) == "mlxbc"
-        or layer(module) in ("service", "text", "plan", "errors", "device")
+        or layer(module) in ("service", "config", "text", "plan", "errors", "device")
         or (layer(module) == "serve" and module not in AFTER_MLX)
         or module in DECISIONS
         or module in ("mlxbcd.model.blas", "mlxbcd.residency.names", "mlxbcd.residency.pull", "mlxbcd.residency.store")

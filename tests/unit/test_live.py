@@ -16,6 +16,8 @@ from tiny import generate, make_model
 from tiny_directory import CONFIG, CONTEXT, EOS, VOCABULARY, make_tokenizer, write_model
 
 from mlxbc import wire
+from mlxbcd.config.settings import Settings
+from mlxbcd.config.sources import fixed
 from mlxbcd.device import Device
 from mlxbcd.engine.executor import Executor
 from mlxbcd.engine.faults import DeviceFault
@@ -25,7 +27,7 @@ from mlxbcd.model.blas import BlasReport
 from mlxbcd.plan.request import Request, Sampling
 from mlxbcd.residency import resident as resident_module
 from mlxbcd.residency.build import Built, build
-from mlxbcd.serve import live as live_module
+from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.contract import Job
 from mlxbcd.serve.live import LiveService
 from mlxbcd.text.tokenizer import Tokenizer
@@ -106,7 +108,8 @@ class House:
         self.faults: list[BaseException] = []
         self.device = Device()
         self.device.start()
-        self.service = LiveService(self.device, default, self.faults.append, BlasReport("native", "its own"))
+        self.configuration = Configuration(fixed(Settings(model=default)))
+        self.service = LiveService(self.device, self.configuration, self.faults.append, BlasReport("native", "its own"))
 
     def ask(self, **fields: Any) -> Asked:
         return self.submit(wire.Generate(**{"id": 1, "resumable": True, "temperature": 0.0} | fields))
@@ -524,8 +527,8 @@ async def test_a_fault_of_the_device_fails_all_is_reported_once_and_closing_does
         assert house.service.resident() == ["one"], "what can't be trusted isn't touched"
 
 
-async def test_more_requests_than_the_daemon_holds_are_refused(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "QUEUE_LIMIT", 3)
+async def test_more_requests_than_the_daemon_holds_are_refused(house: House) -> None:
+    house.service._take(Settings(model=house.configuration.settings.model, queue=3))
     held = [house.ask(id=i, prompt="x", max_tokens=2) for i in range(3)]
     with pytest.raises(ServeError) as refused:
         house.ask(id=9, prompt="x")

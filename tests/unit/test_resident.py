@@ -42,7 +42,7 @@ async def device() -> AsyncIterator[Device]:
 @pytest_asyncio.fixture
 async def residency(device: Device) -> AsyncIterator[Residency]:
     workers = TextWorkers()
-    residency = Residency(device, workers, None, lambda fault: pytest.fail(str(fault)))
+    residency = Residency(device, workers, lambda fault: pytest.fail(str(fault)))
     yield residency
     await residency.close()
     await workers.close()
@@ -300,7 +300,7 @@ async def test_an_unload_whose_caller_gives_up_is_finished_all_the_same(
 
 async def test_closing_gives_up_what_is_being_loaded(device: Device, source: Resolved, gate: Gate) -> None:
     workers = TextWorkers()
-    residency = Residency(device, workers, None, lambda fault: None)
+    residency = Residency(device, workers, lambda fault: None)
     task = loading(residency, source)
     await gate.reached()
     closing = asyncio.ensure_future(residency.close())
@@ -318,7 +318,7 @@ async def test_closing_gives_up_what_is_being_loaded(device: Device, source: Res
 
 async def test_closing_waits_for_an_unload(device: Device, source: Resolved) -> None:
     workers = TextWorkers()
-    residency = Residency(device, workers, None, lambda fault: None)
+    residency = Residency(device, workers, lambda fault: None)
     await load(residency, source)
     built = residency.models[source.path].built
     unloading = asyncio.ensure_future(residency.unload(source))

@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": "start the daemon",
     "service": "let launchd or systemd keep the daemon running",
     "stop": "stop the daemon",
+    "config": "show the daemon's settings, and where each comes from",
     "status": "show how the daemon is",
     "ps": "list the resident models",
     "models": "list the models on this machine",
@@ -105,6 +106,7 @@ examples:
 environment:
   MLXBC_SOCKET  the daemon's socket, instead of the user's own
   MLXBC_DATA    the directory of imported models
+  MLXBC_CONFIG  the daemon's file of settings, instead of the user's own
   NO_COLOR      no escape sequences on the terminal
 """,
         formatter_class=_formatter,

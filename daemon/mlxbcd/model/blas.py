@@ -65,31 +65,35 @@ class _Unavailable(Exception):
 _enabled: BlasReport | None = None
 
 
-def enable() -> BlasReport:
+def enable(kind: str = "auto", threads: int = 0) -> BlasReport:
     """Load the fast BLAS if this platform wants it. Call it before `mlx.core` is imported; once per process is enough.
+
+    Args:
+        kind: "auto", "openblas-shim" or "reference"; "auto" asks `MLXBC_BLAS`.
+        threads: that multiply; 0 asks `MLXBC_BLAS_THREADS`, and else takes one per core, at most 4.
 
     Never raises for what it finds on the machine: the report tells.
     """
     global _enabled
     if _enabled is None:
-        _enabled = _enable()
+        _enabled = _enable(kind, threads)
     return _enabled
 
 
-def _enable() -> BlasReport:
+def _enable(kind: str = "auto", threads: int = 0) -> BlasReport:
     if not sys.platform.startswith("linux"):
         return BlasReport("native", "MLX uses the platform's own BLAS")
     if not _ships_reference_blas():
         return BlasReport("native", "this build of MLX brings no BLAS of its own")
     try:
-        wanted = os.environ.get("MLXBC_BLAS", "")
+        wanted = kind if kind != "auto" else os.environ.get("MLXBC_BLAS", "auto")
         if wanted == "reference":
-            raise _Unavailable("MLXBC_BLAS asks for it")
-        if wanted not in ("", "openblas-shim"):
+            raise _Unavailable("the settings ask for it")
+        if wanted not in ("", "auto", "openblas-shim"):
             raise _Unavailable(f"MLXBC_BLAS={wanted!r} is not known; leave it unset, or set it to reference")
         if "mlx.core" in sys.modules:
             raise _Unavailable("MLX was imported before the fast one could be loaded")
-        threads = _load(_built(paths.cache_dir() / "blas"), _openblas())
+        threads = _load(_built(paths.cache_dir() / "blas"), _openblas(), _threads(threads))
     except (_Unavailable, OSError) as error:
         return BlasReport("reference", f"matrices are multiplied by MLX's slow reference BLAS: {error}")
     return BlasReport("openblas-shim", f"NumPy's OpenBLAS and own kernels, {threads} thread{'s'[: threads > 1]}")
@@ -178,8 +182,8 @@ def _openblas() -> Path:
     return found
 
 
-def _load(library: Path, openblas: Path) -> int:
-    """Put `library` in front of MLX's BLAS; returns its number of threads."""
+def _load(library: Path, openblas: Path, threads: int = 1) -> int:
+    """Put `library` in front of MLX's BLAS; returns the number of threads that it really has."""
     with _environment({"OPENBLAS_NUM_THREADS": "1"}):
         full = ctypes.CDLL(str(openblas))
     try:
@@ -188,13 +192,13 @@ def _load(library: Path, openblas: Path) -> int:
         gemm = ctypes.cast(full.scipy_cblas_sgemm64_, ctypes.c_void_p)
         # Local scope until it has shown that it multiplies.
         shim = ctypes.CDLL(str(library))
-        threads: int = shim.mlxbc_blas_start(gemm, _threads())
+        started: int = shim.mlxbc_blas_start(gemm, threads)
     except AttributeError as error:
         raise _Unavailable(f"NumPy's OpenBLAS is not of the kind expected ({error})") from None
     if not _multiplies(shim):
         raise _Unavailable(f"the fast one gives wrong products on this processor; remove {library} to build it again")
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL | os.RTLD_NOW)
-    return threads
+    return started
 
 
 @contextmanager
@@ -212,9 +216,14 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _threads() -> int:
-    """Threads to use. Helpers only ever take work that is waiting, so on a busy machine too many do no harm."""
+def _threads(wanted: int = 0) -> int:
+    """Threads to use: `wanted`, or as the environment says, or one per core.
+
+    Helpers only ever take work that is waiting, so on a busy machine too many do no harm.
+    """
     cores = len(os.sched_getaffinity(0))
+    if wanted:
+        return min(wanted, MAX_THREADS)
     asked = os.environ.get("MLXBC_BLAS_THREADS", "")
     if asked.isascii() and asked.isdigit() and int(asked) > 0:
         return min(int(asked), MAX_THREADS)

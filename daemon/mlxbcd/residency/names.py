@@ -58,10 +58,11 @@ class Entry:
     bytes: int
 
 
-def resolve(name: str | None) -> Resolved:
+def resolve(name: str | None, aliases: Mapping[str, str] = {}) -> Resolved:
     """Find a model.
 
-    None is the default one. Else a name is the embedded model's short name, an absolute path to a model directory or a
+    None is the default one. Else a name is one of `aliases` (whose own name is taken as it is), the embedded model's
+    short name, an absolute path to a model directory or a
     .gguf file, an imported model's name, ORG/NAME in the hub's cache, or the end of such a name if it fits only one.
     A .gguf file is imported on first use, which takes seconds: don't call this on a loop's thread.
 
@@ -71,6 +72,7 @@ def resolve(name: str | None) -> Resolved:
     """
     if name is None:
         name = DEFAULT
+    name = aliases.get(name, name)
     if not name.isprintable() or not name or len(name) > 1024:
         raise ServeError("unknown_model", f"{name[:80]!a} is no model's name")
     if name in EMBEDDED:
@@ -85,7 +87,7 @@ def resolve(name: str | None) -> Resolved:
             "unknown_model", f"{name[:80]!r} is no model's name; a path must be absolute, a repository is ORG/NAME"
         )
     known = {found.name: found for found in _known()}
-    return known.get(name) or _by_ending(name, known)
+    return known.get(name) or _by_ending(name, known, aliases)
 
 
 def listing() -> list[Entry]:
@@ -162,7 +164,7 @@ def _at(path: Path) -> Resolved:
     return Resolved(target.name, target, "directory")
 
 
-def _by_ending(name: str, known: Mapping[str, Resolved]) -> Resolved:
+def _by_ending(name: str, known: Mapping[str, Resolved], aliases: Mapping[str, str]) -> Resolved:
     wanted = name.lower()
     fitting = [
         found
@@ -174,7 +176,7 @@ def _by_ending(name: str, known: Mapping[str, Resolved]) -> Resolved:
     if fitting:
         names = ", ".join(sorted(found.name for found in fitting)[:_SHOWN])
         raise ServeError("unknown_model", f"{name!r} fits several models: {names}; say which")
-    near = difflib.get_close_matches(name, sorted({*known, *EMBEDDED}), n=_SHOWN, cutoff=0.5)
+    near = difflib.get_close_matches(name, sorted({*known, *EMBEDDED, *aliases}), n=_SHOWN, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else "mlxbc models lists what is here"
     pull = f"; mlxbc pull {name} fetches it" if is_repository(name) else ""
     raise ServeError("unknown_model", f"there is no model {name!r} here: {hint}{pull}")

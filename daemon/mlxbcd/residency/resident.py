@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -90,7 +90,6 @@ class Residency:
     """The models of one daemon.
 
     Args:
-        default: name of the model that None asks for; None takes the embedded one.
         on_fault: told when the device can't be trusted any more.
 
     Attributes:
@@ -101,11 +100,11 @@ class Residency:
         self,
         device: Device,
         workers: TextWorkers,
-        default: str | None,
         on_fault: Callable[[DeviceFault], None],
     ) -> None:
         self.models: dict[Path, Resident] = {}
-        self._default = default
+        self._default: str | None = None
+        self._aliases: Mapping[str, str] = {}
         self._device = device
         self._workers = workers
         self._on_fault = on_fault
@@ -121,13 +120,17 @@ class Residency:
         """Names of the models that are being loaded."""
         return [loading.source.name for loading in self._loading.values()]
 
+    def choose(self, *, default: str | None, aliases: Mapping[str, str]) -> None:
+        """From now on `None` asks for `default` (None: the embedded model), and `aliases` are names too."""
+        self._default, self._aliases = default, aliases
+
     async def resolve(self, name: str | None) -> Resolved:
         """What `name` means here and now.
 
         Raises:
             ServeError: unknown_model; load_failed for a file that can't be imported.
         """
-        return await self._workers.offload(resolve, name or self._default)
+        return await self._workers.offload(resolve, name or self._default, self._aliases)
 
     def find(self, source: Resolved) -> Resident | None:
         """The resident model of that source, if it is in memory."""

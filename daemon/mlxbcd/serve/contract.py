@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from mlxbcd.serve.options import Options
 
 Work: TypeAlias = (
-    wire.Generate | wire.Tokenize | wire.Count | wire.Models | wire.Load | wire.Unload | wire.Status | wire.Ps
+    wire.Generate
+    | wire.Tokenize
+    | wire.Count
+    | wire.Models
+    | wire.Load
+    | wire.Unload
+    | wire.Status
+    | wire.Ps
+    | wire.Config
 )
 """The requests that a service answers; the front answers the others itself."""
 
@@ -53,6 +61,9 @@ class Service(Protocol):
         Raises:
             ServeError: the request is refused; the front sends the terminal reply.
         """
+
+    def reload(self) -> None:
+        """The settings may have changed: read them again. Never raises."""
 
     async def drain(self) -> None:
         """Refuse new requests with `shutting_down`; return when none is running. May be cancelled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from mlxbcd.text.channels import ChannelSplitter
 from mlxbcd.text.detokenizer import Detokenizer
 from mlxbcd.text.stops import StopMatcher
 from mlxbcd.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 PROGRESS_S: Final = 0.25
 """Progress frames of one request come no closer than this."""
@@ -122,11 +125,14 @@ class Generation:
         request: wire.Generate,
         reply: Callable[[wire.Reply], None],
         forget: Callable[[Generation], None],
+        client: str = "",
     ) -> None:
         self.wire = request
         self.clock = Clock()
         self.generated = 0
         self.ended_with: str | None = None
+        self._client = client
+        self._accepted: wire.Accepted | None = None
         self._reply = reply
         self._forget = forget
         self._preparation: asyncio.Task[None] | None = None
@@ -153,6 +159,7 @@ class Generation:
     def accept(self, accepted: wire.Accepted) -> None:
         """Tell the client that its request is taken."""
         if not self.over:
+            self._accepted = accepted
             self._reply(accepted)
 
     def start(self, engine: Engine, request: Request, tokenizer: Tokenizer, stage: TextStage) -> None:
@@ -189,6 +196,30 @@ class Generation:
         if not self.over and now - self._reported >= PROGRESS_S:
             self._reported = now
             self._reply(wire.Progress(id=self.wire.id, phase=phase, done=done, total=total))
+
+    def log(self) -> None:
+        """One line on how it went: counts and times, never text."""
+        known, times = self._accepted, self.clock.timings()
+        log.info(
+            "%s for %s: %d prompt and %d generated tokens, first after %.0f ms",
+            self.ended_with,
+            self._client or "somebody",
+            self._prompt,
+            self.generated,
+            times.first_token,
+            extra={
+                "request": known.stream if known else "",
+                "model": known.model if known else "",
+                "outcome": self.ended_with,
+                "client": self._client,
+                "prompt_tokens": self._prompt,
+                "generated_tokens": self.generated,
+                "queue_ms": times.queue,
+                "prefill_ms": times.prefill,
+                "first_token_ms": times.first_token,
+                "decode_ms": times.decode,
+            },
+        )
 
     # -- the engine's listener
 

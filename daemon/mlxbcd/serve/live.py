@@ -17,6 +17,7 @@ import mlx.core as mx
 
 import mlxbcd
 from mlxbc import wire
+from mlxbcd.config.settings import Settings
 from mlxbcd.device import Device
 from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.runner import Report
@@ -25,6 +26,8 @@ from mlxbcd.model.blas import BlasReport
 from mlxbcd.plan.freeze import check, check_text, freeze
 from mlxbcd.residency.names import Resolved, listing
 from mlxbcd.residency.resident import Residency, Resident
+from mlxbcd.serve import logs
+from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.contract import Fault, Job, Send, Work
 from mlxbcd.serve.generation import PROGRESS_S, Generation, TextStage
 from mlxbcd.serve.jobs import FinishedJob, TaskJob, internal
@@ -35,10 +38,6 @@ Open: TypeAlias = Generation | TaskJob
 
 log = logging.getLogger(__name__)
 
-QUEUE_LIMIT: Final = 1024
-"""Requests of all clients together that may wait or run."""
-MAX_TOKENS: Final = 2048
-"""Tokens to generate where a request does not say."""
 BUSY_S: Final = 10.0
 """A device job that takes longer is worth a note in `status`."""
 STUCK_S: Final = 60.0
@@ -49,13 +48,15 @@ _CPU_CACHE_BYTES: Final = 1 << 30
 class LiveService:
     """Generation, tokens and models over one device thread."""
 
-    def __init__(self, device: Device, default: str | None, on_fatal: Fault, blas: BlasReport) -> None:
+    def __init__(self, device: Device, configuration: Configuration, on_fatal: Fault, blas: BlasReport) -> None:
         self._device = device
+        self._configuration = configuration
+        self._settings = configuration.settings
         self._missing_default = ""
         self._blas = blas
         self._on_fatal = on_fatal
         self._workers = TextWorkers()
-        self._residency = Residency(device, self._workers, default, self._fault)
+        self._residency = Residency(device, self._workers, self._fault)
         self._open: set[Open] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -68,6 +69,7 @@ class LiveService:
         self._failed = 0
         self._generated = 0
         self._device_name = "starting"
+        configuration.tell(self._take)
 
     def __repr__(self) -> str:
         return f"LiveService({len(self._open)} open, {self._residency!r})"
@@ -92,13 +94,16 @@ class LiveService:
             case wire.Ps():
                 reply(wire.ProcessList(id=request.id, models=self._processes()))
                 return FinishedJob()
+            case wire.Config():
+                reply(self._configuration.report(request.id))
+                return FinishedJob()
         if self._draining:
             raise _stopping()
-        if len(self._open) >= QUEUE_LIMIT:
-            raise ServeError("queue_full", f"{QUEUE_LIMIT} requests are waiting or running; retry later")
+        if len(self._open) >= self._settings.queue:
+            raise ServeError("queue_full", f"{self._settings.queue} requests are waiting or running; retry later")
         match request:
             case wire.Generate():
-                return self._generate(request, reply)
+                return self._generate(request, reply, client)
             case wire.Tokenize() | wire.Count():
                 check_text(request)
                 return self._answer(request.id, reply, lambda job: self._tokenize(request, job))
@@ -108,6 +113,10 @@ class LiveService:
                 return self._answer(request.id, reply, lambda job: self._load(request, job))
             case wire.Unload():
                 return self._answer(request.id, reply, lambda job: self._unload(request, job))
+
+    def reload(self) -> None:
+        """See `contract.Service.reload`."""
+        self._configuration.reload()
 
     async def drain(self) -> None:
         """See `contract.Service.drain`."""
@@ -126,6 +135,11 @@ class LiveService:
             await self._residency.close()
             await self._device.close()
         await self._workers.close()
+
+    def _take(self, settings: Settings) -> None:
+        self._settings = settings
+        self._residency.choose(default=settings.model, aliases=settings.aliases)
+        logs.set_level(settings.log_level)
 
     # -- start-up and faults
 
@@ -184,9 +198,9 @@ class LiveService:
 
     # -- generation
 
-    def _generate(self, request: wire.Generate, reply: Send) -> Generation:
+    def _generate(self, request: wire.Generate, reply: Send, client: str) -> Generation:
         check(request)
-        generation = Generation(request, reply, self._ended)
+        generation = Generation(request, reply, self._ended, client)
         self._enter(generation)
         generation.preparing(self._background(self._prepare(generation)))
         return generation
@@ -197,6 +211,7 @@ class LiveService:
         if generation.ended_with not in ("stop", "length", "cancelled"):
             self._failed += 1
         self._leave(generation)
+        generation.log()
 
     async def _prepare(self, generation: Generation) -> None:
         """Everything before the engine: the model, the template, the tokens, the frozen request."""
@@ -214,6 +229,7 @@ class LiveService:
         stream = request.resume.stream if request.resume is not None else secrets.token_hex(16)
         known = self._residency.find(source)
         position = known.engine.queued if known is not None else 0
+        logs.request_id.set(stream)
         generation.accept(wire.Accepted(id=request.id, stream=stream, seed=seed, model=source.name, position=position))
         async with self._residency.use(
             source, lambda done, total: generation.progress("load", done, total)
@@ -230,7 +246,7 @@ class LiveService:
                 defaults=tokenizer.generation_defaults,
                 context=built.context,
                 vocab_size=built.vocab_size,
-                max_tokens=MAX_TOKENS,
+                max_tokens=self._settings.max_tokens,
             )
             inside = request.messages is not None and opens_inside(text, tokenizer.reasoning)
             if frozen.forced or sum(map(len, frozen.stop)) > INLINE_CHARACTERS:
@@ -337,6 +353,7 @@ class LiveService:
         notes = [self._blas.detail] if self._blas.kind == "reference" else []
         if self._missing_default and not self._residency.models:
             notes.append(self._missing_default)
+        notes += self._configuration.notes()
         notes += [f"loading {name}" for name in self._residency.loading]
         if self._device.busy_s > BUSY_S and not self._residency.loading:
             notes.append(f"the device has been busy with one step for {self._device.busy_s:.0f} s")

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse(argv)
         if command.detach:
             return _detach(command.options, wait=command.wait)
-        logs.start(command.options.log_level, command.options.log_file)
+        logs.start(command.options.log_level, command.options.log_file, command.options.log_format)
     except (ConfigError, OSError) as error:
         return _complain(error)
     faulthandler.enable()
@@ -103,6 +103,7 @@ async def _serve(options: Options, build: Build, limits: Limits, listener: Liste
 
     service = await lifecycle.unless_asked(build(options, on_fatal), limits.close_s)
     if service is not None:
+        loop.add_signal_handler(signal.SIGHUP, service.reload)
         log.info("ready after %.2f s", time.monotonic() - started)
         async with Herald(notifier, lifecycle, service, str(listener.path)):
             await Server(service, lifecycle, limits=limits).serve(listener.socket)

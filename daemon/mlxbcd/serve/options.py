@@ -5,50 +5,52 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
-LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+from mlxbcd.config.settings import KEYS, LOG_LEVELS, Settings
+from mlxbcd.config.sources import Config, load
 
 _EPILOG: Final = """\
 examples:
   mlxbcd                              serve in the foreground, log to stderr
   mlxbcd --detach --wait              serve in the background; return once it answers
   mlxbcd --model smollm2 --no-preload load the default model at the first request
+  mlxbcd --set requests.queue=100     any setting; mlxbc config lists them
 
 A second daemon on the same socket says that one is already running, and exits 0.
-SIGTERM and SIGINT let running requests finish; a second signal does not.
+SIGTERM and SIGINT let running requests finish; a second signal does not. SIGHUP
+reads the file of settings again.
 """
+
+_FLAGS: Final = {
+    "model": "--model",
+    "preload": "--no-preload",
+    "log.level": "--log-level",
+    "log.file": "--log-file",
+}
+"""Settings that have an option of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How to serve.
+class Options(Settings):
+    """How to serve: the settings in force at the start, and where they are from.
 
     Attributes:
         socket: where to listen.
-        model: the default model; None leaves the choice to the service.
-        preload: load the default model now instead of at the first request.
-        log_level: one of `LOG_LEVELS`.
-        log_file: where to log; None is stderr.
+        config: what a reload starts from; None where these settings are all there is.
     """
 
     socket: Path
-    model: str | None = None
-    preload: bool = True
-    log_level: str = "info"
-    log_file: Path | None = None
+    config: Config | None = None
 
     def arguments(self) -> list[str]:
-        """The command line that gives these options."""
-        line = ["--socket", str(self.socket), "--log-level", self.log_level]
-        if self.model is not None:
-            line += ["--model", self.model]
-        if not self.preload:
-            line.append("--no-preload")
-        if self.log_file is not None:
-            line += ["--log-file", str(self.log_file)]
+        """The command line that gives these options, as far as a command line gave them."""
+        line = ["--socket", str(self.socket)]
+        if self.config is not None:
+            line += ["--config", str(self.config.file)] if self.config.named and self.config.file else []
+            line += [f"--set={key}={value}" for key, value in self.config.flags.items()]
         return line
 
 
@@ -62,26 +64,37 @@ class Command:
 
 
 def parse(argv: Sequence[str] | None = None) -> Command:
-    """Read the command line; None reads the process's own.
+    """Read the command line and all other sources of settings; None reads the process's own.
 
     Raises:
         SystemExit: it is not a valid one (code 2), or it only asked for help (code 0).
-        ConfigError: the user's socket path cannot work.
+        ConfigError: the user's socket path cannot work, or a setting isn't one.
     """
     parser = _parser()
     found = parser.parse_args(argv)
     if found.wait and not found.detach:
         parser.error("--wait needs --detach: in the foreground there is nothing to wait for")
-    if found.detach and found.log_file is None:
-        found.log_file = _default_log()
-    options = Options(
-        socket=_absolute(found.socket) if found.socket else _default_socket(),
-        model=found.model,
-        preload=found.preload,
-        log_level=found.log_level,
-        log_file=_absolute(found.log_file) if found.log_file else None,
-    )
-    return Command(options=options, detach=found.detach, wait=found.wait)
+    flags: dict[str, str] = {}
+    for assignment in found.set:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            parser.error(f"--set takes KEY=VALUE, as in --set log.level=debug, not {assignment!r}")
+        flags[key] = value
+    if found.model is not None:
+        flags["model"] = found.model
+    if not found.preload:
+        flags["preload"] = "false"
+    if found.log_level is not None:
+        flags["log.level"] = found.log_level
+    if found.log_file is not None:
+        flags["log.file"] = str(_absolute(found.log_file))
+    file = _absolute(found.config) if found.config else None
+    config = load(flags, options=_FLAGS, file=file)
+    if found.detach and config.settings.log_file is None:
+        config = load(flags | {"log.file": _default_log()}, options=_FLAGS | {"log.file": "--detach"}, file=file)
+    settings = {one.name: getattr(config.settings, one.name) for one in fields(Settings)}
+    socket = _absolute(found.socket) if found.socket else _default_socket()
+    return Command(options=Options(socket=socket, config=config, **settings), detach=found.detach, wait=found.wait)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,8 +112,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-preload", dest="preload", action="store_false", help="load no model before the first request"
     )
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(default: info)")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help=f"(default: {KEYS['log.level'].default})")
     parser.add_argument("--log-file", metavar="PATH", help="log there (default: stderr; detached: the user's log)")
+    parser.add_argument("--config", metavar="FILE", help="the file of settings (default: $MLXBC_CONFIG or the user's)")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="one setting; may be repeated (see mlxbc config)",
+    )
     return parser
 
 

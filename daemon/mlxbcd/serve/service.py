@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from mlxbcd.config.sources import fixed
 from mlxbcd.model.blas import enable
 from mlxbcd.residency.names import resolve
+from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.contract import Fault, Service
 from mlxbcd.serve.options import Options
 
@@ -17,14 +19,14 @@ async def build_service(options: Options, on_fatal: Fault) -> Service:
         ServeError: unknown_model, where a default model was named.
     """
     if options.model is not None:
-        await asyncio.get_running_loop().run_in_executor(None, resolve, options.model)
-    blas = enable()
+        await asyncio.get_running_loop().run_in_executor(None, resolve, options.model, options.aliases)
+    blas = enable(options.blas, options.blas_threads)
     # These import MLX, which binds its BLAS for good.
     from mlxbcd.device import Device
     from mlxbcd.serve.live import LiveService
 
     device = Device()
     device.start()
-    service = LiveService(device, options.model, on_fatal, blas)
+    service = LiveService(device, Configuration(options.config or fixed(options)), on_fatal, blas)
     service.warm(preload=options.preload)
     return service

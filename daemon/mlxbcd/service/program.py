@@ -11,21 +11,23 @@ from typing import Final
 
 from mlxbc.errors import ConfigError
 from mlxbc.paths import log_dir, socket_path
+from mlxbcd.config.settings import KEYS
 
 CARRIED: Final = (
     "MLXBC_SOCKET",
     "MLXBC_DATA",
-    "MLXBC_BLAS",
-    "MLXBC_BLAS_THREADS",
+    "MLXBC_CONFIG",
+    *(key.variable for key in KEYS.values()),
     "HF_HOME",
     "HF_HUB_CACHE",
     "HUGGINGFACE_HUB_CACHE",
     "XDG_CACHE_HOME",
+    "XDG_CONFIG_HOME",
     "XDG_DATA_HOME",
 )
 """Variables that the daemon reads. A service manager runs no shell start-up file, so they come along from here."""
 
-_PATHS: Final = frozenset(CARRIED) - {"MLXBC_BLAS", "MLXBC_BLAS_THREADS"}
+_PATHS: Final = frozenset(CARRIED) - {key.variable for key in KEYS.values()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

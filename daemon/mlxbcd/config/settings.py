@@ -1,0 +1,115 @@
+"""Owns the daemon's settings: every key with its kind, its default and what it is for.
+
+A key's name is `name` or `section.name`. It is set by an option, by a variable (`MLXBC_` and the name in capitals, with
+`_` for `.`), or in the file, as TOML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from mlxbcd.config import kinds
+from mlxbcd.config.kinds import Kind
+
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+ALIASES: Final = "aliases"
+"""The one table whose keys are people's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting.
+
+    Attributes:
+        name: as people write it.
+        attribute: of `Settings`.
+        about: one sentence.
+        live: a running daemon can take another value.
+    """
+
+    name: str
+    attribute: str
+    kind: Kind[Any]
+    default: Any
+    about: str
+    live: bool
+
+    @property
+    def section(self) -> str:
+        """The table that it stands in; empty at the top of the file."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return "MLXBC_" + self.name.replace(".", "_").upper()
+
+    def show(self, value: Any) -> str:
+        """A value of this setting as TOML."""
+        return self.kind.show(value)
+
+
+def _key(name: str, kind: Kind[Any], default: Any, about: str, *, live: bool = False) -> Any:
+    return field(default=default, metadata={"key": (name, kind, about, live)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Effective values. Sizes are bytes and durations seconds; None is the daemon's own choice."""
+
+    model: str | None = _key(
+        "model",
+        kinds.text("a model's name or absolute path"),
+        None,
+        "The model for requests that name none.",
+        live=True,
+    )
+    preload: bool = _key(
+        "preload", kinds.flag(), True, "Load that model when the daemon starts, not at the first request."
+    )
+    blas: str = _key(
+        "blas",
+        kinds.choice("auto", "openblas-shim", "reference"),
+        "auto",
+        "What multiplies matrices on Linux's CPU: the fast one that is built at the first start, or MLX's own.",
+    )
+    blas_threads: int = _key(
+        "blas_threads", kinds.count(0, 64), 0, "Threads that multiply; 0 is one per core, at most 4."
+    )
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    log_level: str = _key("log.level", kinds.choice(*LOG_LEVELS), "info", "The least that is logged.", live=True)
+    log_file: Path | None = _key("log.file", kinds.path(), None, "Log there, rotated; empty is standard error.")  # noqa: RUF009
+    log_format: str = _key(
+        "log.format", kinds.choice("text", "json"), "text", "Lines for people, or one JSON object a line."
+    )
+    queue: int = _key(
+        "requests.queue", kinds.count(1, 100_000), 1024, "Requests that may wait or run; more are refused.", live=True
+    )
+    max_tokens: int = _key(
+        "requests.max_tokens",
+        kinds.count(1, 10_000_000),
+        2048,
+        "Tokens to generate where a request does not say.",
+        live=True,
+    )
+
+
+def _keys() -> dict[str, Key]:
+    found = {}
+    for one in fields(Settings):
+        if "key" in one.metadata:
+            name, kind, about, live = one.metadata["key"]
+            found[name] = Key(name, one.name, kind, one.default, about, live)
+    return found
+
+
+KEYS: Final[Mapping[str, Key]] = _keys()
+"""Every setting by its name, in the order of the documented file. Aliases are not among them."""
+
+
+def sections() -> list[str]:
+    """The tables of the file."""
+    return [*dict.fromkeys(key.section for key in KEYS.values() if key.section), ALIASES]
