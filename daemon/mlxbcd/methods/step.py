@@ -19,10 +19,6 @@ class StepBuilder(Protocol):
         """One token for every row of the turn, whose tokens `ids` [B] (int32 or uint32, may be lazy) are processed."""
         ...
 
-    def took(self, draw: Draw, seconds: float) -> None:
-        """A step that this builder built took that long on the device."""
-        ...
-
 
 class EagerSteps:
     """Builds every step anew, operation by operation."""
@@ -37,6 +33,3 @@ class EagerSteps:
         """See `StepBuilder.build`."""
         (hidden,) = self._forward.run([Group(ids[:, None], turn.caches)])
         return samplers.draw(self._forward.head(hidden)[:, -1])
-
-    def took(self, draw: Draw, seconds: float) -> None:
-        """Nothing depends on it."""

@@ -7,7 +7,8 @@ last token has been written, and it is also what lets a step be taken back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +93,15 @@ class AttentionLayout:
 
     def arrays(self) -> list[mx.array]:
         return [part for store in self.stores.values() for part in store.parts]
+
+    def over(self, arrays: Iterator[mx.array]) -> AttentionLayout:
+        other = copy.copy(self)
+        other.stores = {group: store.over(arrays) for group, store in self.stores.items()}
+        return other
+
+    def replace(self, arrays: Iterator[mx.array]) -> None:
+        for store in self.stores.values():
+            store.parts = [next(arrays) for _ in store.parts]
 
     def view(self, step: Step) -> AttentionView:
         return AttentionView(self, step)
@@ -245,7 +255,7 @@ class Handle(HeldKeys):
         """[rows, heads, positions, dim], with the positions of each row: some layers read where they are off it."""
         heads = self.layout.heads
         assert heads is not None
-        return len(self.step.starts), heads.heads, self.step.offset + self.step.width, heads.key_dim
+        return self.step.rows, heads.heads, self.step.offset + self.step.width, heads.key_dim
 
     def attend(self, queries: mx.array, values: Any, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         """Attention once per class."""

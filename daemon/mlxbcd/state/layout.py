@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,6 +58,14 @@ class Layout(Protocol):
 
     def arrays(self) -> list[mx.array]:
         """The buffers themselves, to be evaluated but never held."""
+        ...
+
+    def over(self, arrays: Iterator[mx.array]) -> Layout:
+        """A layout of the same rows whose buffers are the next of `arrays`, as many and in the order of its own."""
+        ...
+
+    def replace(self, arrays: Iterator[mx.array]) -> None:
+        """Take the next of `arrays` as its buffers; `over` says which."""
         ...
 
     def view(self, step: Step) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,13 @@ class NestedLayout:
 
     def arrays(self) -> list[mx.array]:
         return [array for layout in self.inner for array in layout.arrays()]
+
+    def over(self, arrays: Iterator[mx.array]) -> NestedLayout:
+        return NestedLayout([layout.over(arrays) for layout in self.inner])
+
+    def replace(self, arrays: Iterator[mx.array]) -> None:
+        for layout in self.inner:
+            layout.replace(arrays)
 
     def view(self, step: Step) -> NestedView:
         return NestedView([layout.view(step) for layout in self.inner])

@@ -6,7 +6,7 @@ can't do is forget its last tokens, which `replay` does for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -70,6 +70,15 @@ class RecurrentLayout:
 
     def arrays(self) -> list[mx.array]:
         return [array for array in self.slots if array is not None]
+
+    def over(self, arrays: Iterator[mx.array]) -> RecurrentLayout:
+        other = RecurrentLayout(len(self.slots))
+        other.slots, other.order = list(self.slots), self.order
+        other.replace(arrays)
+        return other
+
+    def replace(self, arrays: Iterator[mx.array]) -> None:
+        self.slots = [None if array is None else next(arrays) for array in self.slots]
 
     def view(self, step: Step) -> RecurrentView:
         return _view_class()(self)

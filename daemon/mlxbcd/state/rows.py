@@ -86,8 +86,20 @@ class Turn:
     def __init__(self, rows: Rows, step: Step, undo: Undo | None) -> None:
         self._rows = rows
         self._undo = undo
+        self._caches: list[Any] | None = None
         self.step = step
-        self.caches: list[Any] = [layout.view(step) for layout in rows.layouts]
+
+    @property
+    def rows(self) -> Rows:
+        """The collection."""
+        return self._rows
+
+    @property
+    def caches(self) -> list[Any]:
+        """One view per layer, as the model's ``cache`` argument."""
+        if self._caches is None:
+            self._caches = [layout.view(self.step) for layout in self._rows.layouts]
+        return self._caches
 
     @contextmanager
     def forward(self) -> Iterator[list[Any]]:
@@ -97,7 +109,7 @@ class Turn:
 
     def arrays(self) -> list[mx.array]:
         """The state this turn writes: evaluating it runs the forward without its head."""
-        return [array for layout in self._rows.layouts for array in layout.arrays()]
+        return self._rows.arrays()
 
     def resolve(self, kept: Sequence[int] | None = None) -> None:
         """End the turn; row i of the batch order keeps its first ``kept[i]`` new tokens, all of them by default.
@@ -124,6 +136,7 @@ class Rows:
     Attributes:
         layouts: one per layer.
         lengths: tokens each row's state covers.
+        changes: membership changes committed so far; between them, once all rows have run, buffers keep their shapes.
     """
 
     def __init__(self, composition: Composition, *, widest: int = WIDEST_STEP) -> None:
@@ -137,6 +150,7 @@ class Rows:
         self._places: Mapping[Key, Place] = {}
         self._slots: Mapping[Class, int] = {}
         self._turn: Turn | None = None
+        self.changes = 0
 
     def __repr__(self) -> str:
         held = ", ".join(f"{key}: {length}" for key, length in self.lengths.items())
@@ -157,6 +171,16 @@ class Rows:
     def nbytes(self) -> int:
         """Bytes all layers have allocated."""
         return sum(layout.nbytes for layout in self.layouts)
+
+    def arrays(self) -> list[mx.array]:
+        """All buffers, to be evaluated, or given up for others with `replace`, but never held."""
+        return [array for layout in self.layouts for array in layout.arrays()]
+
+    def replace(self, arrays: Iterable[mx.array]) -> None:
+        """Take other buffers, as many and in the order of `arrays`."""
+        fresh = iter(arrays)
+        for layout in self.layouts:
+            layout.replace(fresh)
 
     def place(self, key: Key) -> Place:
         """Where a row lives."""
@@ -330,6 +354,7 @@ class Rows:
         self._turn = None
 
     def _settle(self, prepared: PreparedChange) -> None:
+        self.changes += 1
         self._places = prepared.change.places
         self._slots = prepared.change.slots
         self.lengths = {key: prepared.lengths[key] for key in prepared.change.places}

@@ -51,6 +51,11 @@ class Step:
         return f"Step(width {self.width}, starts {self.starts}, {len(self.segments)} classes)"
 
     @property
+    def rows(self) -> int:
+        """Batch size."""
+        return self.segments[-1].end
+
+    @property
     def offset(self) -> int | mx.array:
         """Position of each row's first new token: an int where all rows agree, else int32 [B]."""
         if self._offset is None:

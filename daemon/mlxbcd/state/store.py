@@ -7,6 +7,7 @@ a copy; and reads of the used positions only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -94,6 +95,10 @@ class Store:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+    def over(self, arrays: Iterator[mx.array]) -> Store:
+        """A store like this one whose buffers are the next of `arrays`."""
+        return Store([next(arrays) for _ in self.parts], self.ring, self.scheme)
 
     def resized(self, slots: int) -> Store:
         """A copy with another number of slots, not yet evaluated."""

@@ -1,0 +1,234 @@
+"""Owns compiled decode: a whole step (trunk, head, the writes to the state, sampling) as one traced function per shape.
+
+Building a step's graph operation by operation takes the host as long as a fast device takes to compute it. A traced
+function is built from Python once; a step then only fills in its arrays: tokens, positions, the samplers' parameters
+and keys, and the state, whose buffers go in and are replaced by what comes out, so that nobody else holds them and each
+is written in place.
+
+One function serves all steps of one `Bucket`, one form of sampling and the same shapes of state. Where it can't be used
+a step is built eagerly, and `Off` says why; whether it pays is found out as it runs (`contest`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final, TypeAlias
+
+import mlx.core as mx
+
+from mlxbcd.methods.contest import Contest, Way
+from mlxbcd.methods.step import EagerSteps
+from mlxbcd.model.forward import Forward, Group
+from mlxbcd.sampling.form import Form, Inputs
+from mlxbcd.sampling.sampler import Draw, Samplers
+from mlxbcd.state.alone import AloneTurn
+from mlxbcd.state.bucket import Bucket, TracedStep
+from mlxbcd.state.layout import Layout
+from mlxbcd.state.rows import Rows, Turn
+
+log = logging.getLogger(__name__)
+
+_PATIENCE: Final = 3
+"""Steps of a shape that are built eagerly before it is traced: shapes that come and go aren't worth it."""
+_MOST: Final = 64
+"""Traced functions kept; each is a graph of a few thousand nodes, without data."""
+_MARGIN: Final = 0.95
+"""A traced step must take at most this share of an eager one: tracing costs about as much as two steps, and the
+smallest bucket lasts 64."""
+
+Shapes: TypeAlias = tuple[tuple[tuple[int, ...], mx.Dtype], ...]
+
+
+class Off(Enum):
+    """Why a step is not, or not yet, a compiled one."""
+
+    ALONE = "the row runs alone, over the zoo's own state"
+    COLD = "a row has processed nothing, so its state has no shape yet"
+    NEW = "steps of this shape have only just begun"
+    UNTRACEABLE = "the model's forward can't be traced"
+    UNFIXED = "the model's state changes its shape from step to step"
+    SLOWER = "it was measured, and is not faster"
+
+
+class _NotFixed(Exception):
+    """A step that was traced gives its state other shapes than it took."""
+
+
+@dataclass(slots=True)
+class _Shape:
+    """Steps of one shape.
+
+    Attributes:
+        steps: built so far, eagerly or not.
+        call: the traced function, once there is one.
+        traces: how often Python has run to trace it.
+        off: why there will never be one.
+    """
+
+    steps: int = 0
+    call: Callable[..., Any] | None = None
+    traces: int = 0
+    off: Off | None = None
+
+
+@dataclass(slots=True)
+class _Last:
+    """The step built last."""
+
+    at: float
+    contest: Contest
+    way: Way
+
+
+@dataclass(slots=True)
+class CompiledSteps:
+    """Builds steps from traced functions where that can be done and pays.
+
+    Args:
+        always: use a traced function wherever there can be one, and at once, without measuring.
+
+    Attributes:
+        off: why the last step was built eagerly; None if it was not.
+    """
+
+    forward: Forward
+    always: bool = False
+    clock: Callable[[], float] = time.perf_counter
+    off: Off | None = None
+    _eager: EagerSteps = field(init=False)
+    _shapes: OrderedDict[Any, _Shape] = field(default_factory=OrderedDict, init=False)
+    _contests: dict[Any, Contest] = field(default_factory=dict, init=False)
+    _untraceable: bool = field(default=False, init=False)
+    _numbers: dict[Shapes, int] = field(default_factory=dict, init=False)
+    _state: tuple[weakref.ref[Rows], int, int, int] | None = field(default=None, init=False)
+    _layouts: list[Layout] | None = field(default=None, init=False)
+    _last: _Last | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._eager = EagerSteps(self.forward)
+
+    def __repr__(self) -> str:
+        return f"CompiledSteps({sum(shape.call is not None for shape in self._shapes.values())} traced, {self.off})"
+
+    @property
+    def traces(self) -> list[int]:
+        """How often each function in use was traced."""
+        return [shape.traces for shape in self._shapes.values() if shape.call is not None]
+
+    def build(self, turn: Turn | AloneTurn, ids: mx.array, samplers: Samplers) -> Draw:
+        """See `StepBuilder.build`."""
+        if not isinstance(turn, Turn) or self._untraceable or 0 in turn.step.starts:
+            self._last = None
+            self.off = self._general_refusal(turn)
+            return self._eager.build(turn, ids, samplers)
+        arrays = turn.rows.arrays()
+        bucket = Bucket.of(turn.step)
+        shape = self._shape(bucket, samplers.form, self._number(turn.rows, arrays))
+        contest = self._contests.setdefault(bucket.segments, Contest(_MARGIN))
+        self.off = self._refusal(shape, contest)
+        shape.steps += 1
+        self._measure(contest, Way.FAMILIAR if self.off else Way.OTHER)
+        if self.off is None:
+            draw = self._traced(shape, bucket, turn, ids, samplers, arrays)
+            if draw is not None:
+                return draw
+        del arrays
+        return self._eager.build(turn, ids, samplers)
+
+    def _general_refusal(self, turn: Turn | AloneTurn) -> Off:
+        if not isinstance(turn, Turn):
+            return Off.ALONE
+        return Off.UNTRACEABLE if self._untraceable else Off.COLD
+
+    def _refusal(self, shape: _Shape, contest: Contest) -> Off | None:
+        if shape.off is not None or self.always:
+            return shape.off
+        if shape.steps < _PATIENCE and shape.call is None:
+            return Off.NEW
+        return Off.SLOWER if contest.way is Way.FAMILIAR else None
+
+    def _measure(self, contest: Contest, way: Way) -> None:
+        """Between two steps in a row of one kind lies the time of one, host and device together."""
+        now = self.clock()
+        last, self._last = self._last, _Last(now, contest, way)
+        if last is not None and last.contest is contest and last.way is way:
+            contest.note(way, now - last.at)
+
+    def _traced(
+        self,
+        shape: _Shape,
+        bucket: Bucket,
+        turn: Turn,
+        ids: mx.array,
+        samplers: Samplers,
+        arrays: list[mx.array],
+    ) -> Draw | None:
+        """The step by its traced function, traced now if need be; None, and nothing has changed, if that fails."""
+        if shape.call is None:
+            shape.call = self._function(shape, bucket, samplers.form)
+        starts = mx.array(turn.step.starts, dtype=mx.int32)
+        self._layouts = turn.rows.layouts
+        try:
+            chosen, written = shape.call(ids.astype(mx.uint32), starts, samplers.inputs(), arrays)
+        except _NotFixed:
+            shape.call, shape.off = None, Off.UNFIXED
+        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+            # Whatever a model does that can't be done without values; if the fault is another, the eager step raises.
+            log.info("the model's decode step can't be traced: %s", type(error).__name__)
+            shape.call, self._untraceable = None, True
+        else:
+            turn.rows.replace(written)
+            return samplers.advance(chosen)
+        finally:
+            self._layouts = None
+        self.off = shape.off or Off.UNTRACEABLE
+        return None
+
+    def _function(self, shape: _Shape, bucket: Bucket, form: Form) -> Callable[..., Any]:
+        """What runs steps of one shape: traced when it is called first."""
+
+        def step(
+            ids: mx.array, starts: mx.array, inputs: Sequence[Inputs], arrays: Sequence[mx.array]
+        ) -> tuple[list[mx.array], list[mx.array]]:
+            # Runs to be traced only, over layouts that end with the trace: a function that outlives a collection must
+            # not hold it.
+            assert self._layouts is not None
+            shape.traces += 1
+            fresh = iter(arrays)
+            layouts = [layout.over(fresh) for layout in self._layouts]
+            traced = TracedStep(bucket, starts)
+            (hidden,) = self.forward.run([Group(ids[:, None], [layout.view(traced) for layout in layouts])])
+            chosen = form.choose(self.forward.head(hidden)[:, -1], inputs)
+            written = [array for layout in layouts for array in layout.arrays()]
+            if _shapes(written) != _shapes(arrays):
+                raise _NotFixed
+            return chosen, written
+
+        call: Callable[..., Any] = mx.compile(step)
+        return call
+
+    def _shape(self, bucket: Bucket, form: Form, state: int) -> _Shape:
+        key = (bucket, form, state)
+        shape = self._shapes.setdefault(key, _Shape())
+        self._shapes.move_to_end(key)
+        if len(self._shapes) > _MOST:
+            self._shapes.popitem(last=False)
+        return shape
+
+    def _number(self, rows: Rows, arrays: Sequence[mx.array]) -> int:
+        """Stands for the shapes of a collection's buffers."""
+        known = self._state
+        if known is None or known[0]() is not rows or known[1:3] != (rows.changes, len(arrays)):
+            number = self._numbers.setdefault(_shapes(arrays), len(self._numbers))
+            known = self._state = (weakref.ref(rows), rows.changes, len(arrays), number)
+        return known[3]
+
+
+def _shapes(arrays: Sequence[mx.array]) -> Shapes:
+    return tuple((array.shape, array.dtype) for array in arrays)
