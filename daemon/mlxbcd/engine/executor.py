@@ -16,6 +16,7 @@ from mlxbcd.engine.scheduler import Iteration, Piece
 from mlxbcd.errors import ServeError, outline
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Row
 from mlxbcd.methods.events import Emit, Event, Failed, Prefilled
+from mlxbcd.methods.step import StepBuilder
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Draw, RowSampler, sample
@@ -56,12 +57,14 @@ class Executor:
 
     Attributes:
         vocab_size: width of the model's logits.
+        steps: builds decode steps; eagerly if there is nothing.
     """
 
     forward: Forward
     composition: Composition
     vocab_size: int
     ahead: Ahead
+    steps: StepBuilder | None = None
     _group: DecodeGroup = field(init=False)
     _preparing: dict[Key, Preparing] = field(default_factory=dict, init=False)
     _ready: dict[Key, Preparing] = field(default_factory=dict, init=False)
@@ -70,7 +73,7 @@ class Executor:
     def __post_init__(self) -> None:
         # Decode steps are one token wide, so a sliding window needs no room beyond itself.
         state = Rows(self.composition, widest=1) if self.composition.batches else None
-        self._group = DecodeGroup(self.forward, state, self.ahead)
+        self._group = DecodeGroup(self.forward, state, self.ahead, self.steps)
 
     def __repr__(self) -> str:
         return f"Executor({self._group}, {list(self._preparing.values())}, ready {list(self._ready)})"

@@ -17,13 +17,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Final, TypeAlias
 
 import mlx.core as mx
 
 from mlxbcd.methods.contest import Contest, Way
-from mlxbcd.methods.step import EagerSteps
+from mlxbcd.methods.step import EagerSteps, Off
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.sampling.form import Form, Inputs
 from mlxbcd.sampling.sampler import Draw, Samplers
@@ -43,17 +42,6 @@ _MARGIN: Final = 0.95
 smallest bucket lasts 64."""
 
 Shapes: TypeAlias = tuple[tuple[tuple[int, ...], mx.Dtype], ...]
-
-
-class Off(Enum):
-    """Why a step is not, or not yet, a compiled one."""
-
-    ALONE = "the row runs alone, over the zoo's own state"
-    COLD = "a row has processed nothing, so its state has no shape yet"
-    NEW = "steps of this shape have only just begun"
-    UNTRACEABLE = "the model's forward can't be traced"
-    UNFIXED = "the model's state changes its shape from step to step"
-    SLOWER = "it was measured, and is not faster"
 
 
 class _NotFixed(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Protocol
 
 import mlx.core as mx
@@ -12,8 +13,25 @@ from mlxbcd.state.alone import AloneTurn
 from mlxbcd.state.rows import Turn
 
 
+class Off(Enum):
+    """Why a step is not, or not yet, a compiled one."""
+
+    DEVICE = "compiling calls a C++ compiler while rows decode on this device, for seconds"
+    ALONE = "the row runs alone, over the zoo's own state"
+    COLD = "a row has processed nothing, so its state has no shape yet"
+    NEW = "steps of this shape have only just begun"
+    UNTRACEABLE = "the model's forward can't be traced"
+    UNFIXED = "the model's state changes its shape from step to step"
+    SLOWER = "it was measured, and is not faster"
+
+
 class StepBuilder(Protocol):
     """One way to build a step. Evaluates nothing, and doesn't resolve the turn."""
+
+    @property
+    def off(self) -> Off | None:
+        """Why the last step was not a compiled one; None if it was."""
+        ...
 
     def build(self, turn: Turn | AloneTurn, ids: mx.array, samplers: Samplers) -> Draw:
         """One token for every row of the turn, whose tokens `ids` [B] (int32 or uint32, may be lazy) are processed."""
@@ -25,6 +43,7 @@ class EagerSteps:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
+        self.off = Off.DEVICE
 
     def __repr__(self) -> str:
         return "EagerSteps()"

@@ -12,6 +12,8 @@ from mlxbcd.engine.calibrate import faster_ahead
 from mlxbcd.engine.executor import Executor
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.autoregressive import Ahead
+from mlxbcd.methods.compiled import CompiledSteps
+from mlxbcd.methods.step import StepBuilder
 from mlxbcd.model import zoo
 from mlxbcd.model.forward import Forward
 from mlxbcd.model.load import Cancelled, Loaded, context_length, load
@@ -70,7 +72,8 @@ def _assemble(loaded: Loaded) -> Built:
     forward = Forward(loaded.model)
     composition = inspect(loaded.model, str(loaded.config["model_type"]))
     vocab_size = _vocab_size(forward)
-    executor = Executor(forward, composition, vocab_size, _ahead(forward, composition, vocab_size))
+    ahead = _ahead(forward, composition, vocab_size)
+    executor = Executor(forward, composition, vocab_size, ahead, _steps(forward))
     return Built(
         executor,
         dtype=loaded.dtype,
@@ -87,6 +90,11 @@ def _vocab_size(forward: Forward) -> int:
 
     hidden = forward.hidden(mx.zeros((1, 1), dtype=mx.int32), make_prompt_cache(forward.model))
     return forward.head(hidden).shape[-1]
+
+
+def _steps(forward: Forward) -> StepBuilder | None:
+    """Where the CPU computes, every traced function would keep rows waiting for a C++ compiler."""
+    return None if mx.default_device().type == mx.DeviceType.cpu else CompiledSteps(forward)
 
 
 def _ahead(forward: Forward, composition: Composition, vocab_size: int) -> Ahead:
