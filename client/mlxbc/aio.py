@@ -1,4 +1,4 @@
-"""Owns the asyncio client: what `client` does, awaited. The only module of the client that imports asyncio.
+"""Owns the asyncio client: what `client` does, awaited. Nothing but this and what is built on it imports asyncio.
 
 The event loop reads the socket; every call has an event that says when there may be something to take.
 Reading goes on while nobody takes: a stream that is left waiting costs the memory of its text, and never
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from mlxbc import request as build
 from mlxbc import wire
@@ -93,6 +93,11 @@ class AsyncClient:
             link.exchange.fail(ConnectionLost("this client is closed"))
             link.transport.close()
             await link.closed.wait()
+
+    @property
+    def connected(self) -> bool:
+        """Whether requests can be made: false before `connect`, after `close`, and once the daemon has gone."""
+        return self._link is not None and self._link.exchange.error is None
 
     @property
     def welcome(self) -> wire.Welcome:
@@ -333,8 +338,8 @@ class _Link(asyncio.Protocol):
         self.transport.write(data)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # Not asserted: the transports of other event loops, uvloop's among them, only behave like asyncio's.
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self.exchange.receive(data)

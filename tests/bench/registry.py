@@ -23,6 +23,7 @@ BENCHES: Final[Mapping[str, str]] = {
     "served": "bench.served",
     "startup": "bench.startup",
     "wire": "bench.wire",
+    "http": "bench.endpoint",
     "memory": "bench.memory",
     "rows": "bench.rows",
 }

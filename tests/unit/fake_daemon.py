@@ -6,6 +6,7 @@ assertion included, fails the test when the `with` block ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -84,7 +85,10 @@ Script = Callable[[Session], None]
 
 
 class FakeDaemon:
-    """Listens at `path` and runs `script` for each connection, after the handshake if `greet`."""
+    """Listens at `path` and runs `script` for each connection, after the handshake if `greet`.
+
+    With `hang_up` the end of the `with` block ends the connections; else it waits until the client has.
+    """
 
     def __init__(
         self,
@@ -94,6 +98,7 @@ class FakeDaemon:
         greet: bool = True,
         pid: int | None = None,
         max_frame: int = wire.FRAME_LIMIT,
+        hang_up: bool = False,
     ) -> None:
         self.path = path
         self.connections = 0
@@ -101,6 +106,8 @@ class FakeDaemon:
         self._greet = greet
         self._pid = os.getpid() if pid is None else pid
         self._max_frame = max_frame
+        self._hang_up = hang_up
+        self._sockets: list[socket.socket] = []
         self._errors: list[BaseException] = []
         self._threads: list[threading.Thread] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -115,6 +122,10 @@ class FakeDaemon:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if self._hang_up:
+            for sock in self._sockets:
+                with contextlib.suppress(OSError):  # its script has ended
+                    sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(PATIENCE + 5)
         # What went wrong in the script explains what went wrong in the test, not the other way round.
@@ -140,6 +151,7 @@ class FakeDaemon:
             except OSError:
                 return
             self.connections += 1
+            self._sockets.append(sock)
             self._start(lambda sock=sock: self._serve(sock))  # type: ignore[misc]
 
     def _serve(self, sock: socket.socket) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import uvloop
 from fake_daemon import FakeDaemon, Session, accepted, answering, done
 
 from mlxbc import AsyncClient, wire
@@ -221,3 +222,12 @@ async def test_a_client_that_is_not_connected_says_how_to_connect(path: Path) ->
             assert client.welcome.server == "fake"
         with pytest.raises(MlxbcError, match="not connected"):
             client.generate("x")
+
+
+def test_it_works_on_another_event_loop_too(path: Path) -> None:
+    async def ask() -> str:
+        async with AsyncClient(path) as client:
+            return await client.ask("Hi")
+
+    with FakeDaemon(path, answering("ok")):
+        assert uvloop.run(ask()) == "ok"

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Final
 
 _PICTURE: Final = """
-cli:       client wire
+cli:       http client wire
+http:      client wire
 client:    wire
 service:   serve config errors wire
 serve:     config residency engine methods sampling state model text plan device errors wire
@@ -129,7 +130,7 @@ def layer(module: str) -> str:
     name = rest.partition(".")[0]
     if package == "mlxbcd":
         return name
-    if name in ("", "cli"):
+    if name in ("", "cli", "http"):
         return name
     return "wire" if name in WIRE or name == "schema" else "client"
 
@@ -229,6 +230,11 @@ def test_python_agrees_with_what_the_sources_say() -> None:
     script = f"import sys, {', '.join(without_mlx())}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {"mlx", "mlx_lm", "transformers"} & set(ended.stdout.split())
+
+
+def test_the_http_endpoint_is_loaded_for_nobody_else() -> None:
+    eager = {one.module for module in MODULES if layer(module) != "http" for one in imports(module) if not one.lazy}
+    assert {one for one in eager if one in SOURCES and layer(one) == "http"} == set()
 
 
 def test_a_chain_that_exists_is_found() -> None:

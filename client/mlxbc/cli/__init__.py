@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": "talk with a model",
     "serve": "start the daemon",
     "service": "let launchd or systemd keep the daemon running",
+    "http": "serve OpenAI's HTTP API for programs that know no other",
     "stop": "stop the daemon",
     "config": "show the daemon's settings, and where each comes from",
     "status": "show how the daemon is",

@@ -1,0 +1,212 @@
+"""Owns what an OpenAI request means: fields of `wire.Generate`, or a refusal that names the field. Pure.
+
+Nothing is accepted and ignored. A field that asks for something this daemon doesn't do is refused, unless its value
+asks for what happens anyway (`store: false`); the few that only name the caller are in `asked`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from msgspec import Struct
+
+from mlxbc import wire
+from mlxbc.http.asked import Chat, Completion, Message, Part, Stop
+from mlxbc.http.failures import Refused
+
+DEFAULT: Final = "default"
+"""The model's name for whoever has to name one and has no wish."""
+
+_SAME: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+)
+"""Fields that mean the same and are called the same."""
+
+_ANYWAY: Final[Mapping[str, tuple[Any, ...]]] = {
+    "n": (1,),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "best_of": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "verbosity": (),
+    "reasoning_effort": (),
+    "prediction": (),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "web_search_options": (),
+}
+"""Fields that this endpoint cannot act on, and their values that ask for what happens anyway."""
+
+
+class Order(Struct, frozen=True, kw_only=True):
+    """What is to be generated, and what of it the client wants to see.
+
+    Attributes:
+        generate: the fields of a `generate` request, once for each prompt.
+        model: as it was asked for; None is the default one.
+        stream: as it comes, rather than at the end.
+        usage: the stream ends with the counts of tokens.
+        logprobs: the response has log-probabilities.
+        prefixes: texts that go before each prompt's own.
+    """
+
+    generate: list[dict[str, Any]]
+    model: str | None
+    stream: bool
+    usage: bool
+    logprobs: bool
+    prefixes: list[str]
+
+
+def chat(body: Chat) -> Order:
+    """What a chat completion asks for.
+
+    Raises:
+        Refused: it can't be done.
+    """
+    _refuse_what_is_not_done(body)
+    fields = _sampling(body)
+    fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    if body.chat_template_kwargs:
+        fields["template_options"] = body.chat_template_kwargs
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if limit is not None:
+        fields["max_tokens"] = limit
+    if body.logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    elif body.top_logprobs:
+        raise _refused("top_logprobs", "top_logprobs needs logprobs: true")
+    _response_format(body.response_format)
+    return _order(body, [fields], logprobs=bool(body.logprobs))
+
+
+def completion(body: Completion) -> Order:
+    """What a completion of raw text asks for.
+
+    Raises:
+        Refused: it can't be done.
+    """
+    _refuse_what_is_not_done(body)
+    prompts = _prompts(body.prompt)
+    fields = _sampling(body)
+    if body.max_tokens is not None:
+        fields["max_tokens"] = body.max_tokens
+    if body.logprobs is not None:
+        fields |= {"logprobs": True, "top_logprobs": body.logprobs}
+    if body.suffix:
+        raise _refused("suffix", "text after the gap is not supported yet; leave suffix out")
+    if body.echo and body.logprobs is not None:
+        raise _refused("echo", "the prompt's own log-probabilities are not computed; leave echo or logprobs out")
+    return _order(
+        body,
+        [{**fields, "prompt": prompt} for prompt in prompts],
+        logprobs=body.logprobs is not None,
+        prefixes=prompts if body.echo else None,
+    )
+
+
+def _order(
+    body: Chat | Completion, generate: list[dict[str, Any]], *, logprobs: bool, prefixes: list[str] | None = None
+) -> Order:
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise _refused("stream_options", "stream_options needs stream: true")
+    if options is not None and options.include_obfuscation:
+        raise _refused("stream_options.include_obfuscation", "there is no padding against listeners; leave it out")
+    model = None if body.model in (None, "", DEFAULT) else body.model
+    for fields in generate:
+        if model is not None:
+            fields["model"] = model
+    return Order(
+        generate=generate,
+        model=model,
+        stream=bool(body.stream),
+        usage=options is not None and bool(options.include_usage),
+        logprobs=logprobs,
+        prefixes=prefixes or [""] * len(generate),
+    )
+
+
+def _sampling(body: Chat | Completion) -> dict[str, Any]:
+    fields = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if stop := _stop(body.stop):
+        fields["stop"] = stop
+    return fields
+
+
+def _stop(stop: Stop | None) -> list[str]:
+    return [] if stop is None else [stop] if isinstance(stop, str) else stop
+
+
+def _prompts(prompt: str | list[Any] | None) -> list[str]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise _refused("prompt", "give a prompt: a text, or a list of texts")
+    if not all(isinstance(one, str) for one in prompt):
+        raise _refused("prompt", "prompts of token ids are not supported; send text")
+    if len(prompt) > 64:
+        raise _refused("prompt", "one request has at most 64 prompts; send several")
+    return prompt
+
+
+def _message(message: Message, at: str) -> wire.Message:
+    for name in ("function_call", "audio", "tool_calls", "tool_call_id"):
+        if getattr(message, name):
+            raise _refused(f"{at}.{name}", f"{name} in messages is not supported yet")
+    if message.name is not None:
+        raise _refused(f"{at}.name", "chat templates know no names of participants; write it into the content")
+    text = _text(message.content, f"{at}.content")
+    match message.role:
+        case "developer":
+            return wire.Message(role="system", content=text)
+        case "system" | "user" | "assistant":
+            return wire.Message(role=message.role, content=text)
+        case role:
+            raise _refused(f"{at}.role", f"messages of role {role} are not supported yet")
+
+
+def _text(content: str | list[Part] | None, at: str) -> str:
+    if content is None:
+        raise _refused(at, "a message needs content")
+    if isinstance(content, str):
+        return content
+    pieces = []
+    for i, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise _refused(f"{at}[{i}]", f"content of type {part.type[:40]!r} is not supported; send text")
+        pieces.append(part.text)
+    return "".join(pieces)
+
+
+def _response_format(wanted: Mapping[str, Any] | None) -> None:
+    if wanted is not None and wanted.get("type") != "text":
+        raise _refused("response_format", "structured output is not supported yet; leave response_format out")
+
+
+def _refuse_what_is_not_done(body: Chat | Completion) -> None:
+    for name, fine in _ANYWAY.items():
+        value = getattr(body, name, None)
+        if value is not None and value not in fine:
+            raise _refused(name, f"{name} is not supported here{_instead(fine)}; leave it out")
+
+
+def _instead(fine: tuple[Any, ...]) -> str:
+    return f" other than {' or '.join(repr(value) for value in fine)}" if fine else ""
+
+
+def _refused(param: str, message: str) -> Refused:
+    return Refused(message, param=param, code="unsupported_parameter")

@@ -1,0 +1,103 @@
+"""OpenAI's client, the HTTP endpoint and a daemon with the default model: what comes out is what the daemon says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from real_daemon import Daemon
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from http_endpoint import TOKEN, Endpoint
+
+pytestmark = pytest.mark.model
+
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def asking(shared: Daemon) -> Iterator[openai.OpenAI]:
+    with (
+        Endpoint(shared.path) as endpoint,
+        openai.OpenAI(base_url=endpoint.url, api_key=TOKEN, max_retries=0, timeout=60) as client,
+    ):
+        yield client
+
+
+def test_whole_and_streamed_it_is_the_daemons_own_answer(shared: Daemon, asking: openai.OpenAI) -> None:
+    with shared.client() as client:
+        expected = client.generate(messages=QUESTION, temperature=0, max_tokens=12).wait()
+    whole = asking.chat.completions.create(model="default", messages=QUESTION, temperature=0, max_tokens=12)
+    chunks = list(
+        asking.chat.completions.create(
+            model="default",
+            messages=QUESTION,
+            temperature=0,
+            max_tokens=12,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "Paris" in expected.text
+    assert whole.choices[0].message.content == expected.text
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected.text
+    for usage in (whole.usage, chunks[-1].usage):
+        assert usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (expected.usage.prompt, expected.usage.generated)
+    assert whole.choices[0].finish_reason == chunks[-2].choices[0].finish_reason == expected.reason
+
+
+def test_a_seed_repeats_a_completion_and_stops_end_it(asking: openai.OpenAI) -> None:
+    def complete(**fields: Any) -> Any:
+        fields = {"model": "default", "prompt": "Once upon a time", "max_tokens": 12, **fields}
+        return asking.completions.create(**fields).choices[0]
+
+    first, again = (complete(temperature=1, seed=5).text for _ in range(2))
+    assert first == again
+    assert complete(temperature=1, seed=6).text != first
+    greedy = complete(temperature=0)
+    word = greedy.text.split()[3]
+    stopped = complete(temperature=0, stop=[word])
+    assert stopped.text == greedy.text[: greedy.text.index(word)]
+    assert (greedy.finish_reason, stopped.finish_reason) == ("length", "stop")
+
+
+def test_log_probabilities_are_those_of_the_text(asking: openai.OpenAI) -> None:
+    answer = asking.chat.completions.create(
+        model="default", messages=QUESTION, temperature=0, max_tokens=8, logprobs=True, top_logprobs=3
+    )
+    choice = answer.choices[0]
+    assert choice.logprobs
+    entries = choice.logprobs.content or []
+    assert "".join(entry.token for entry in entries) == choice.message.content
+    for entry in entries:
+        assert len(entry.top_logprobs) == 3
+        assert entry.token == entry.top_logprobs[0].token  # greedy
+        assert entry.logprob == entry.top_logprobs[0].logprob <= 0
+
+
+def test_closing_the_stream_ends_the_generation(shared: Daemon, asking: openai.OpenAI) -> None:
+    for _ in range(3):
+        with asking.completions.create(model="default", prompt="Once upon a time", max_tokens=2000, stream=True) as one:
+            next(one)
+            shared.until(lambda report: report.running == 1)
+        shared.until(lambda report: report.running + report.queued == 0)
+
+
+def test_errors_keep_their_kind(asking: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no model 'nosuchmodel'"):
+        asking.chat.completions.create(model="nosuchmodel", messages=QUESTION)
+    with pytest.raises(openai.BadRequestError) as caught:
+        asking.completions.create(model="default", prompt="word " * 20_000, stream=True)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_the_models_are_those_of_the_daemon(shared: Daemon, asking: openai.OpenAI) -> None:
+    with shared.client() as client:
+        names = {entry.name for entry in client.models()}
+    assert {model.id for model in asking.models.list()} == names
