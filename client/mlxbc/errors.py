@@ -106,6 +106,12 @@ class ContextTooLong(RequestFailed):
     default_code = "context_too_long"
 
 
+class GrammarInvalid(RequestFailed):
+    """A schema, grammar or regular expression that can't be used; `data` tells the place where it can be told."""
+
+    default_code = "grammar_invalid"
+
+
 class QueueFull(RequestFailed):
     """The daemon has enough to do; ask again later."""
 
@@ -141,6 +147,7 @@ _BY_CODE: dict[str, type[RequestFailed]] = {
         LoadFailed,
         OutOfMemory,
         ContextTooLong,
+        GrammarInvalid,
         QueueFull,
         ShuttingDown,
         DeviceError,

@@ -42,6 +42,7 @@ ErrorCode: TypeAlias = Literal[
     "load_failed",
     "out_of_memory",
     "context_too_long",
+    "grammar_invalid",
     "queue_full",
     "timeout",
     "shutting_down",

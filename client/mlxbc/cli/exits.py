@@ -40,6 +40,7 @@ BROKEN_PIPE = 141
 
 _OF_CODE = {
     "bad_request": USAGE,
+    "grammar_invalid": USAGE,
     "unauthorized": UNAVAILABLE,
     "unknown_model": CONFIG,
     "queue_full": TEMPORARY,

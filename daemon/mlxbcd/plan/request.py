@@ -2,7 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Constraint(Protocol):
+    """What one row may draw, as its tokens become known: it has accepted every token of the row that was read.
+
+    Attributes:
+        fault: why the row can't go on, once it can't.
+        complete: the row has said all that it may.
+    """
+
+    @property
+    def fault(self) -> str: ...
+
+    @property
+    def complete(self) -> bool: ...
+
+    @property
+    def foresees(self) -> bool:
+        """Whether the draw after the next token is free, whatever that token is: it may be made before it is read."""
+        ...
+
+    def mask(self) -> NDArray[np.uint32] | None:
+        """Which tokens may come next: a bit for each, uint32 [ceil(V / 32)], low bits first. None allows all."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Take in the row's next token, which is not an end token."""
+        ...
+
+    def retract(self, count: int) -> None:
+        """Take the last `count` accepted tokens back."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +96,7 @@ class Request:
         eos: ids that end the row and have no text.
         sampling: how tokens are drawn.
         stop: strings that end the row where the text first contains one; matched off the device.
+        constraint: makes what rules out tokens, one for each row of this request; it has accepted the forced ones.
     """
 
     prompt: tuple[int, ...]
@@ -66,6 +105,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     forced: tuple[int, ...] = ()
+    constraint: Callable[[], Constraint] | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -1,0 +1,163 @@
+"""Owns a grammar as it was asked for: how llguidance spells it, and what is wrong with it where. Touches no MLX."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+from llguidance import LLMatcher
+
+from mlxbcd.errors import ServeError
+
+Kind: TypeAlias = Literal["schema", "grammar", "regex", "choice"]
+"""A field of the wire."""
+Path: TypeAlias = tuple[str | int, ...]
+"""The keys and indices that lead to a part of a JSON value."""
+
+LONGEST_SOURCE: Final = 256 * 1024
+"""Characters of one grammar. Compiling the worst of this length takes seconds, and tens of megabytes."""
+_LONGEST_MESSAGE: Final = 300
+_MOST_TRIALS: Final = 256
+"""Parts of a schema that are compiled to find the one at fault."""
+
+_NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_SINGLE: Final = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if", "then")
+_LISTED: Final = ("prefixItems", "items", "anyOf", "oneOf", "allOf")
+_SHARED: Final = ("$defs", "definitions")
+"""What references point into: a part of a schema is compiled together with these."""
+
+_IN_LARK: Final = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_IN_REGEX: Final = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^.*\n(?:error: )?(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A grammar as it was asked for.
+
+    Attributes:
+        text: JSON text of a schema, the text of a Lark grammar or a regular expression, or JSON text of a list of
+            choices.
+    """
+
+    kind: Kind
+    text: str
+
+    def __repr__(self) -> str:
+        return f"Source({self.kind}, {len(self.text)} characters)"
+
+    @classmethod
+    def of_schema(cls, schema: Any) -> Source:
+        """A JSON schema as plain data."""
+        return cls("schema", _json("schema", schema))
+
+    @classmethod
+    def of_choices(cls, choices: list[str]) -> Source:
+        """One of several texts."""
+        return cls("choice", _json("choice", choices))
+
+    def spell(self) -> str:
+        """What llguidance compiles.
+
+        Raises:
+            ServeError: grammar_invalid, it is too long.
+        """
+        if len(self.text) > LONGEST_SOURCE:
+            problem = f"has {len(self.text)} characters; {LONGEST_SOURCE} are the most a grammar may have"
+            raise ServeError("grammar_invalid", f"the {self.kind} {problem}")
+        match self.kind:
+            case "schema":
+                return LLMatcher.grammar_from_json_schema(self.text)
+            case "grammar":
+                return LLMatcher.grammar_from_lark(self.text)
+            case "regex":
+                return LLMatcher.grammar_from_regex(self.text)
+            case "choice":
+                choices = dict.fromkeys(msgspec.json.decode(self.text, type=list[str]))
+                return LLMatcher.grammar_from_lark("start: " + " | ".join(map(lark_string, choices)))
+
+    def refusal(self, problem: str) -> ServeError:
+        """The error for a client: llguidance's `problem`, and the place where it can be told.
+
+        The place is a JSON pointer into a schema (`at`), a line and a column of a grammar, or a column of a regular
+        expression, all counted from 1.
+        """
+        if self.kind == "schema":
+            at = "#" + "".join(f"/{_escaped(key)}" for key in _place(json.loads(self.text), problem))
+            return _refusal(f"the schema can't be used: {_shorten(problem)}, at {_shorten(at)}", at=at)
+        if self.kind == "regex" and "\n" not in self.text and (found := _IN_REGEX.search(problem)):
+            column = len(found[1]) + 1
+            return _refusal(f"the regex can't be used: {_shorten(found[2])}, at column {column}", column=column)
+        where = _IN_LARK.match(problem)
+        said = _shorten(problem[where.end() if where else 0 :].partition("\n")[0])
+        if self.kind == "grammar" and where:
+            line, column = int(where[1]), int(where[2])
+            message = f"the grammar can't be used: {said}, at line {line}, column {column}"
+            return _refusal(message, line=line, column=column)
+        return _refusal(f"the {self.kind} can't be used: {said}")
+
+
+def lark_string(text: str) -> str:
+    """A text as a literal of a Lark grammar."""
+    # Lark's lexer takes no DEL as it is, and neither does it take raw control characters, which JSON escapes.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _json(kind: Kind, value: Any) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _refusal(f"the {kind} is no JSON value ({type(error).__name__}); send plain data") from None
+
+
+def _refusal(message: str, **place: Any) -> ServeError:
+    return ServeError("grammar_invalid", message, **place)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST_MESSAGE else text[: _LONGEST_MESSAGE - 1] + "…"
+
+
+def _escaped(key: str | int) -> str:
+    return str(key).replace("~", "~0").replace("/", "~1")
+
+
+def _place(schema: Any, problem: str) -> Path:
+    """The path to the smallest part of a schema that has the same problem on its own."""
+    path: Path = ()
+    shared = {key: schema[key] for key in _SHARED if key in schema} if isinstance(schema, dict) else {}
+    part, seen, trials = schema, set[Path](), 0
+    while isinstance(part, dict):
+        for step, inner in _parts(part, shared):
+            trials += 1
+            if trials > _MOST_TRIALS or step in seen:
+                return path
+            if LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(shared | inner)) == problem:
+                if "$ref" in part:
+                    seen.add(step)
+                    path = ()
+                path, part = path + step, inner
+                break
+        else:
+            return path
+    return path
+
+
+def _parts(schema: dict[str, Any], shared: dict[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The schemas directly within a schema, with the path to each; what it refers to, from the root, included."""
+    match str(schema.get("$ref")).split("/"):
+        case ["#", key, name] if key in _SHARED and isinstance(found := shared.get(key, {}).get(name), dict):
+            yield (key, name), found
+            return
+    for key in _NAMED:
+        if isinstance(named := schema.get(key), dict):
+            yield from (((key, str(name)), part) for name, part in named.items() if isinstance(part, dict))
+    for key in _SINGLE:
+        if isinstance(single := schema.get(key), dict):
+            yield (key,), single
+    for key in _LISTED:
+        if isinstance(listed := schema.get(key), list):
+            yield from (((key, i), part) for i, part in enumerate(listed) if isinstance(part, dict))
