@@ -19,7 +19,7 @@ http:      client wire
 client:    wire
 service:   serve config errors wire
 serve:     config residency engine methods sampling state model text plan device errors wire
-residency: engine methods state model text device errors wire
+residency: engine methods sampling state model text device errors wire
 engine:    methods sampling state model plan device errors
 methods:   sampling state model plan errors
 sampling:  plan errors

@@ -118,7 +118,9 @@ class Executor:
         tokens = (*request.prompt, *request.forced)
         drawn = len(request.forced)
         try:
-            row = Row(key, request, RowSampler(request.sampling, tokens, self.vocab_size, drawn), drawn=drawn)
+            constraint = request.constraint() if request.constraint is not None else None
+            sampler = RowSampler(request.sampling, tokens, self.vocab_size, drawn, constraint)
+            row = Row(key, request, sampler, drawn=drawn)
             state: Rows | AloneRow
             if self.composition.batches:
                 state = Rows(self.composition)

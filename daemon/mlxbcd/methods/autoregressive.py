@@ -5,6 +5,9 @@ them. Two modes share the loop: *run ahead* submits n + 1 while n runs; *build a
 is done. Either way only the sampled tokens are submitted: naming a state array there would keep it alive past its
 next write and turn that write into a copy of the whole buffer.
 
+A row whose constraint depends on the token in flight can't be drawn unread. A step with such a row is built, and its
+forward submitted, as ever, and only its draw waits until the host has read the last one.
+
 What is in flight is tentative: a row that ends drops its sample, and whenever membership or order changes the flight is
 read first, so the next step starts from tokens known to the host.
 """
@@ -65,9 +68,17 @@ class Row:
             message = "the model's output for this request held NaN or infinity, so it was ended; retry it"
             return Failed(self.key, ServeError("device_error", message))
         end: End | None = None
+        constraint = self.sampler.constraint
         if sample.token in self.request.eos:
             end = "stop"
-        elif self.drawn >= self.request.max_tokens:
+        elif constraint is not None:
+            constraint.accept(sample.token)
+            end = "complete" if constraint.complete else None
+        if constraint is not None and constraint.fault:
+            self.ended = True
+            message = f"the grammar can't be followed any further ({constraint.fault}); simplify it"
+            return Failed(self.key, ServeError("grammar_invalid", message))
+        if end is None and self.drawn >= self.request.max_tokens:
             end = "length"
         self.ended = end is not None
         return Drawn(self.key, sample, end)
@@ -83,19 +94,23 @@ class _Flight:
     """A step whose samples are not read yet.
 
     Attributes:
-        submitted_at: when the device was given it; None while it is only a graph.
+        begun_at: when the device was given its forward, if that was before its draw.
+        submitted_at: when the device was given the first of it; None while it is only a graph.
         timed: its time has been taken.
+        read: the rows have taken their samples.
     """
 
     rows: tuple[Row, ...]
     draw: Draw
+    begun_at: float | None = None
     submitted_at: float | None = None
     timed: bool = False
+    read: bool = False
 
     def submit(self) -> None:
         """Start computing, unless that has been done."""
         if self.submitted_at is None:
-            self.submitted_at = time.perf_counter()
+            self.submitted_at = self.begun_at or time.perf_counter()
             mx.async_eval(*self.draw.arrays)  # type: ignore[no-untyped-call]
 
 
@@ -173,7 +188,7 @@ class DecodeGroup:
         if not self._rows:
             return
         last, self._flight = self._flight, None
-        ahead = self._build(last)
+        ahead = self._build(last, emit)
         if last is None or self._ahead is Ahead.RUN:
             ahead.submit()
         if last is not None:
@@ -182,7 +197,7 @@ class DecodeGroup:
                 # Nobody wants what was built ahead.
                 self._drop([row.key for row in ahead.rows])
                 return
-            ahead.submit()
+        ahead.submit()
         self._flight = ahead
 
     def wait(self) -> None:
@@ -207,18 +222,34 @@ class DecodeGroup:
     def _unsettled(self) -> bool:
         return self._state is not None and self._state.unsettled(1)
 
-    def _build(self, last: _Flight | None) -> _Flight:
+    def _build(self, last: _Flight | None, emit: Emit) -> _Flight:
         state = self._state
         assert state is not None
         turn = state.begin(1)
         rows = tuple(self._rows[key] for key in state.order)
+        samplers = self._sampling(rows)
         if last is None:
             ids = mx.array([row.pending for row in rows], dtype=mx.int32)
         else:
             ids = last.draw.tokens
-        draw = self._steps.build(turn, ids, self._sampling(rows))
+        if last is None or not samplers.wait:
+            draw = self._steps.build(turn, ids, samplers)
+            turn.resolve()
+            return _Flight(rows, draw)
+        logits = self._steps.logits(turn, ids)
         turn.resolve()
-        return _Flight(rows, draw)
+        begun = self._begin(logits) if self._ahead is Ahead.RUN else None
+        self._deliver(last, emit)
+        if begun is None and not all(row.ended for row in rows):
+            begun = self._begin(logits)
+        # The device is at the forward while the host computes what may be drawn.
+        return _Flight(rows, samplers.draw(logits), begun_at=begun)
+
+    @staticmethod
+    def _begin(logits: mx.array) -> float:
+        """Start computing a forward whose draw isn't built yet; when that was."""
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        return time.perf_counter()
 
     def _sampling(self, rows: tuple[Row, ...]) -> Samplers:
         """The rows' samplers in batch order; the same object for as long as rows and order stay."""
@@ -228,6 +259,10 @@ class DecodeGroup:
         return self._samplers
 
     def _deliver(self, flight: _Flight, emit: Emit) -> None:
+        """Let the rows take a step's samples, unless they have."""
+        if flight.read:
+            return
+        flight.read = True
         self._time(flight)
         # A row that ended with the step before this one draws no more.
         events = [row.take(drawn) for row, drawn in zip(flight.rows, flight.draw.read(), strict=True) if not row.ended]

@@ -129,6 +129,11 @@ class CompiledSteps:
         del arrays
         return self._eager.build(turn, ids, samplers)
 
+    def logits(self, turn: Turn | AloneTurn, ids: mx.array) -> mx.array:
+        """See `StepBuilder.logits`."""
+        self._last, self.off = None, Off.WAITS
+        return self._eager.logits(turn, ids)
+
     def _general_refusal(self, turn: Turn | AloneTurn) -> Off:
         if not isinstance(turn, Turn):
             return Off.ALONE

@@ -10,7 +10,8 @@ from mlxbcd.errors import ServeError
 from mlxbcd.sampling.sampler import Sample
 from mlxbcd.state.geometry import Key
 
-End: TypeAlias = Literal["stop", "length"]
+End: TypeAlias = Literal["stop", "complete", "length"]
+"""An end token; the grammar is satisfied; all tokens that were asked for are drawn."""
 
 
 @dataclass(frozen=True, slots=True)

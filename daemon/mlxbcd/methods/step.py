@@ -22,6 +22,7 @@ class Off(Enum):
     NEW = "steps of this shape have only just begun"
     UNTRACEABLE = "the model's forward can't be traced"
     UNFIXED = "the model's state changes its shape from step to step"
+    WAITS = "what a row may draw depends on its token before, so its draw comes apart"
     SLOWER = "it was measured, and is not faster"
 
 
@@ -37,6 +38,10 @@ class StepBuilder(Protocol):
         """One token for every row of the turn, whose tokens `ids` [B] (int32 or uint32, may be lazy) are processed."""
         ...
 
+    def logits(self, turn: Turn | AloneTurn, ids: mx.array) -> mx.array:
+        """The first half of a step whose draw has to wait until `ids` were read: [B, V], lazy."""
+        ...
+
 
 class EagerSteps:
     """Builds every step anew, operation by operation."""
@@ -50,5 +55,9 @@ class EagerSteps:
 
     def build(self, turn: Turn | AloneTurn, ids: mx.array, samplers: Samplers) -> Draw:
         """See `StepBuilder.build`."""
+        return samplers.draw(self.logits(turn, ids))
+
+    def logits(self, turn: Turn | AloneTurn, ids: mx.array) -> mx.array:
+        """See `StepBuilder.logits`."""
         (hidden,) = self._forward.run([Group(ids[:, None], turn.caches)])
-        return samplers.draw(self._forward.head(hidden)[:, -1])
+        return self._forward.head(hidden)[:, -1]

@@ -41,6 +41,8 @@ class Kind(NamedTuple):
     choice: Choice
     penalised: bool
     biased: bool
+    constrained: bool = False
+    """Something may rule out tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +66,19 @@ class Call:
         Args:
             logits: [G, V] of these rows, any float dtype.
             inputs: float32 [G, 1] unless said otherwise. Penalised rows: counts [G, V], repetition, presence,
-                frequency. Biased ones: bias [G, V]. Random ones: keys uint32 [G, 2], temperature, and for their
+                frequency. Biased ones: bias [G, V]. Constrained ones: allowed uint32 [G, ceil(V / 32)], a bit for each
+                token. Random ones: keys uint32 [G, 2], temperature, and for their
                 filters top_p, min_p (nucleus), top_k int32, top_p, floor (top_k), or floor (plain and floored).
         """
         kind = self.kind
-        if kind != (Choice.GREEDY, False, False):
+        if kind.choice is not Choice.GREEDY or kind.penalised or kind.biased:
             logits = logits.astype(mx.float32)
         if kind.penalised:
             logits = penalise(logits, *(inputs[name] for name in ("counts", "repetition", "presence", "frequency")))
         if kind.biased:
             logits = logits + inputs["bias"]
+        if kind.constrained:
+            logits = mx.where(_spread(inputs["allowed"], logits.shape[-1]), logits, -math.inf)
         # argmax passes over a NaN on some devices; max passes it on, on all, and random rows need it anyway.
         peak = mx.max(logits, axis=-1, keepdims=True)
         if kind.choice is Choice.GREEDY:
@@ -136,3 +141,9 @@ class Form:
     def logprobs(self, reported: Sequence[mx.array]) -> Logprobs | None:
         """The log-probabilities among what `choose` gave, which is all but its first two arrays."""
         return Logprobs(self.reporting, self.widths, *reported) if reported else None
+
+
+def _spread(words: mx.array, width: int) -> mx.array:
+    """Bool [G, width] from a bit for each, uint32 [G, ceil(width / 32)], low bits first."""
+    bits = (words[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    return bits.astype(mx.bool_).reshape(words.shape[0], -1)[:, :width]

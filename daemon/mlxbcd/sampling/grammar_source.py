@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
@@ -21,8 +22,8 @@ Path: TypeAlias = tuple[str | int, ...]
 LONGEST_SOURCE: Final = 256 * 1024
 """Characters of one grammar. Compiling the worst of this length takes seconds, and tens of megabytes."""
 _LONGEST_MESSAGE: Final = 300
-_MOST_TRIALS: Final = 256
-"""Parts of a schema that are compiled to find the one at fault."""
+_SEARCH_S: Final = 1.0
+"""Seconds that parts of a schema are compiled to find the one at fault."""
 
 _NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _SINGLE: Final = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if", "then")
@@ -86,13 +87,13 @@ class Source:
         expression, all counted from 1.
         """
         if self.kind == "schema":
-            at = "#" + "".join(f"/{_escaped(key)}" for key in _place(json.loads(self.text), problem))
-            return _refusal(f"the schema can't be used: {_shorten(problem)}, at {_shorten(at)}", at=at)
+            at = "#" + "".join(f"/{_escaped(key)}" for key in _place(json.loads(self.text), _core(problem)))
+            return _refusal(f"the schema can't be used: {_shorten(_gist(problem))}, at {_shorten(at)}", at=at)
         if self.kind == "regex" and "\n" not in self.text and (found := _IN_REGEX.search(problem)):
             column = len(found[1]) + 1
             return _refusal(f"the regex can't be used: {_shorten(found[2])}, at column {column}", column=column)
         where = _IN_LARK.match(problem)
-        said = _shorten(problem[where.end() if where else 0 :].partition("\n")[0])
+        said = _shorten(_gist(problem[where.end() if where else 0 :]))
         if self.kind == "grammar" and where:
             line, column = int(where[1]), int(where[2])
             message = f"the grammar can't be used: {said}, at line {line}, column {column}"
@@ -121,6 +122,17 @@ def _shorten(text: str) -> str:
     return text if len(text) <= _LONGEST_MESSAGE else text[: _LONGEST_MESSAGE - 1] + "…"
 
 
+def _core(problem: str) -> str:
+    """A problem with a schema, without the references that led to it."""
+    return problem.partition("\n  while processing ")[0]
+
+
+def _gist(problem: str) -> str:
+    """The line of a problem that says what it is."""
+    lines = _core(problem).split("\n")
+    return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+
+
 def _escaped(key: str | int) -> str:
     return str(key).replace("~", "~0").replace("/", "~1")
 
@@ -129,15 +141,17 @@ def _place(schema: Any, problem: str) -> Path:
     """The path to the smallest part of a schema that has the same problem on its own."""
     path: Path = ()
     shared = {key: schema[key] for key in _SHARED if key in schema} if isinstance(schema, dict) else {}
-    part, seen, trials = schema, set[Path](), 0
+    part, followed = schema, set[Path]()
+    until = time.monotonic() + _SEARCH_S
     while isinstance(part, dict):
         for step, inner in _parts(part, shared):
-            trials += 1
-            if trials > _MOST_TRIALS or step in seen:
+            if time.monotonic() > until:
                 return path
-            if LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(shared | inner)) == problem:
-                if "$ref" in part:
-                    seen.add(step)
+            if _target(inner) in followed:
+                continue
+            if _core(LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(shared | inner))) == problem:
+                if (target := _target(part)) is not None:
+                    followed.add(target)
                     path = ()
                 path, part = path + step, inner
                 break
@@ -146,12 +160,21 @@ def _place(schema: Any, problem: str) -> Path:
     return path
 
 
+def _target(schema: dict[str, Any]) -> Path | None:
+    """The path that a reference to a shared part stands for; None for any other schema."""
+    match str(schema.get("$ref")).split("/"):
+        case ["#", key, name] if key in _SHARED:
+            return key, name
+    return None
+
+
 def _parts(schema: dict[str, Any], shared: dict[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The schemas directly within a schema, with the path to each; what it refers to, from the root, included."""
-    match str(schema.get("$ref")).split("/"):
-        case ["#", key, name] if key in _SHARED and isinstance(found := shared.get(key, {}).get(name), dict):
-            yield (key, name), found
-            return
+    if (target := _target(schema)) is not None:
+        found = shared.get(str(target[0]), {}).get(target[1])
+        if isinstance(found, dict):
+            yield target, found
+        return
     for key in _NAMED:
         if isinstance(named := schema.get(key), dict):
             yield from (((key, str(name)), part) for name, part in named.items() if isinstance(part, dict))

@@ -1,7 +1,7 @@
 """Owns the samplers: each row's rules for drawing tokens, and one draw for all rows of a batch, unread.
 
-For each row: penalties, bias, then argmax if it is greedy; else temperature, top_k, top_p, min_p, and
-argmax of what is left plus the row's keyed noise. Rows of one kind share one vectorised call. Nothing
+For each row: penalties, bias, what its constraint allows, then argmax if it is greedy; else temperature, top_k, top_p,
+min_p, and argmax of what is left plus the row's keyed noise. Rows of one kind share one vectorised call. Nothing
 that batch-mates ask for enters a row's arithmetic, so it draws the same token alone or in any batch.
 """
 
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 import mlx.core as mx
+import numpy as np
 
 from mlxbcd.errors import ServeError
-from mlxbcd.plan.request import Sampling
+from mlxbcd.plan.request import Constraint, Sampling
 from mlxbcd.sampling.form import Call, Choice, Form, Inputs, Kind
 from mlxbcd.sampling.logprobs import MOST_ALTERNATIVES, Logprobs
 from mlxbcd.sampling.noise import key_at, stem
@@ -34,12 +35,21 @@ class RowSampler:
         index: index of the next draw.
         history: the tokens seen so far, if a penalty needs them.
         bias: float32 [V] added to the logits, if the request asks for it.
+        constraint: what rules out tokens, if anything does. Before a draw it has accepted every token drawn so far, but
+            for one if it `foresees` that.
         kind: which rows it shares a call with.
     """
 
-    __slots__ = ("_stem", "bias", "history", "index", "kind", "sampling", "vocab_size")
+    __slots__ = ("_stem", "bias", "constraint", "history", "index", "kind", "sampling", "vocab_size")
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab_size: int, index: int = 0) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        vocab_size: int,
+        index: int = 0,
+        constraint: Constraint | None = None,
+    ) -> None:
         """Build on the device thread.
 
         Args:
@@ -47,6 +57,7 @@ class RowSampler:
             prompt: token ids the row starts with, forced ones included.
             vocab_size: width of the logits.
             index: index of the first draw: the number of forced tokens.
+            constraint: the row's own.
 
         Raises:
             ServeError: bad_request, the bias or (where penalties need it) the prompt names a token outside
@@ -61,11 +72,17 @@ class RowSampler:
         self.index = index
         self.history = History(prompt, vocab_size) if sampling.penalised else None
         self.bias = bias_vector(sampling.logit_bias, vocab_size) if sampling.logit_bias else None
-        self.kind = Kind(_choice(sampling, vocab_size), self.history is not None, self.bias is not None)
+        self.constraint = constraint
+        self.kind = Kind(
+            _choice(sampling, vocab_size),
+            penalised=self.history is not None,
+            biased=self.bias is not None,
+            constrained=constraint is not None,
+        )
         self._stem = stem(sampling.seed)
 
     def __repr__(self) -> str:
-        flags = [flag for flag in ("penalised", "biased") if getattr(self.kind, flag)]
+        flags = [flag for flag in ("penalised", "biased", "constrained") if getattr(self.kind, flag)]
         return f"RowSampler({' '.join([self.kind.choice.name.lower(), *flags])}, next draw {self.index})"
 
     @property
@@ -151,12 +168,13 @@ class Samplers:
         form: decides the graph of a draw.
     """
 
-    __slots__ = ("_groups", "_same", "form", "rows")
+    __slots__ = ("_constraints", "_groups", "_same", "form", "rows")
 
     def __init__(self, rows: Sequence[RowSampler]) -> None:
         if not rows:
             raise ValueError("there is no row to sample")
         self.rows = tuple(rows)
+        self._constraints = [row.constraint for row in rows if row.constraint is not None]
         groups: dict[Kind, list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault(row.kind, []).append(i)
@@ -175,6 +193,11 @@ class Samplers:
     def __repr__(self) -> str:
         return f"Samplers({list(self.rows)})"
 
+    @property
+    def wait(self) -> bool:
+        """What some row may draw after the next token depends on that token: read it before the draw."""
+        return not all(constraint.foresees for constraint in self._constraints)
+
     def inputs(self) -> list[Inputs]:
         """The arrays of the next draw, as `Form.choose` takes them."""
         inputs: list[Inputs] = []
@@ -184,6 +207,8 @@ class Samplers:
                 now["keys"] = mx.array([row.key for row in members], dtype=mx.uint32)
             if call.kind.penalised:
                 now["counts"] = mx.stack([row.history.counts for row in members if row.history is not None])
+            if call.kind.constrained:
+                now["allowed"] = _allowed(members)
             inputs.append(now)
         return inputs
 
@@ -252,6 +277,15 @@ def _parameters(call: Call, rows: Sequence[RowSampler]) -> dict[str, mx.array]:
     if call.kind.choice is Choice.TOP_K:
         same["top_k"] = mx.array([sampling.top_k for sampling in samplings], dtype=mx.int32)[:, None]
     return same
+
+
+def _allowed(rows: Sequence[RowSampler]) -> mx.array:
+    """What each row may draw: uint32 [G, ceil(V / 32)]."""
+    words = np.full((len(rows), -(-rows[0].vocab_size // 32)), 0xFFFFFFFF, dtype=np.uint32)
+    for i, row in enumerate(rows):
+        if row.constraint is not None and (mask := row.constraint.mask()) is not None:
+            words[i] = mask
+    return mx.array(words)
 
 
 def _choice(sampling: Sampling, vocab_size: int) -> Choice:

@@ -249,7 +249,7 @@ class Generation:
             self._finish("stop")
 
     def ended(self, reason: End) -> None:
-        self._finish(reason)
+        self._finish("length" if reason == "length" else "stop")
 
     def failed(self, error: ServeError) -> None:
         """End with an error. Idempotent."""

@@ -19,9 +19,10 @@ LONG_CHARACTERS: Final = 128 * 1024
 
 
 class TextWorkers:
-    """Two small pools for tokenising, counting and rendering. Used from one event loop.
+    """Small pools for tokenising, counting and rendering. Used from one event loop.
 
-    Very long texts have a pool of their own, so that nothing else waits behind them.
+    Very long texts have a pool of their own, and so has work that can't be stopped (compiling a grammar), so that
+    nothing else waits behind them.
 
     Args:
         threads: of each pool; more work waits its turn.
@@ -30,6 +31,7 @@ class TextWorkers:
     def __init__(self, threads: int = 2) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="mlxbcd-text")
         self._long = ThreadPoolExecutor(threads, thread_name_prefix="mlxbcd-long-text")
+        self._stubborn = ThreadPoolExecutor(threads, thread_name_prefix="mlxbcd-grammar")
         self._running: set[asyncio.Future[Any]] = set()
         self._closed = False
 
@@ -66,13 +68,22 @@ class TextWorkers:
         """
         return await self._call(self._long if length > LONG_CHARACTERS else self._pool, function)
 
+    async def offload_stubborn(self, function: Callable[[], R]) -> R:
+        """Call a function that may take seconds in a thread, where only others of its kind wait behind it.
+
+        Raises:
+            ServeError: shutting_down, after `close`.
+        """
+        return await self._call(self._stubborn, function)
+
     async def close(self) -> None:
         """Refuse new work, drop what hasn't begun, wait for what has."""
         self._closed = True
-        for pool in (self._pool, self._long):
+        pools = (self._pool, self._long, self._stubborn)
+        for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*self._running, return_exceptions=True)
-        for pool in (self._pool, self._long):
+        for pool in pools:
             pool.shutdown(wait=True)
 
     async def _call(self, pool: ThreadPoolExecutor, function: Callable[[], R]) -> R:
