@@ -80,8 +80,16 @@ def make_executor(name: str = "llama", *, ahead: Ahead = Ahead.BUILD, alone: boo
 
 def make_request(prompt: Sequence[int], max_tokens: int = 8, eos: Sequence[int] = (), **settings: Any) -> Request:
     forced = tuple(settings.pop("forced", ()))
+    constraint = settings.pop("constraint", None)
     sampling = Sampling(**settings)
-    return Request(prompt=tuple(prompt), max_tokens=max_tokens, eos=frozenset(eos), sampling=sampling, forced=forced)
+    return Request(
+        prompt=tuple(prompt),
+        max_tokens=max_tokens,
+        eos=frozenset(eos),
+        sampling=sampling,
+        forced=forced,
+        constraint=constraint,
+    )
 
 
 def oracle(request: Request, name: str = "llama") -> list[int]:
@@ -92,7 +100,8 @@ def oracle(request: Request, name: str = "llama") -> list[int]:
 def generate(model: Any, request: Request, vocabulary: int) -> list[int]:
     """The tokens of a request, each from a forward over the whole text so far. The end token is included."""
     tokens = [*request.prompt, *request.forced]
-    sampler = RowSampler(request.sampling, tokens, vocabulary, len(request.forced))
+    constraint = request.constraint() if request.constraint is not None else None
+    sampler = RowSampler(request.sampling, tokens, vocabulary, len(request.forced), constraint=constraint)
     drawn: list[int] = []
     while len(request.forced) + len(drawn) < request.max_tokens:
         (best,) = sample(model(mx.array([tokens]))[:, -1], [sampler]).read()
@@ -100,6 +109,10 @@ def generate(model: Any, request: Request, vocabulary: int) -> list[int]:
         tokens.append(best.token)
         if best.token in request.eos:
             break
+        if constraint is not None:
+            constraint.accept(best.token)
+            if constraint.complete:
+                break
     return drawn
 
 
