@@ -16,6 +16,7 @@ from typing import Final
 _PICTURE: Final = """
 cli:       http client wire
 http:      client wire
+llm_plugin: client wire
 client:    wire
 service:   serve config errors wire
 serve:     config residency engine methods sampling state model text plan device errors wire
@@ -130,7 +131,7 @@ def layer(module: str) -> str:
     name = rest.partition(".")[0]
     if package == "mlxbcd":
         return name
-    if name in ("", "cli", "http"):
+    if name in ("", "cli", "http", "llm_plugin"):
         return name
     return "wire" if name in WIRE or name == "schema" else "client"
 
