@@ -76,6 +76,10 @@ class AttentionLayout:
     def nbytes(self) -> int:
         return sum(store.nbytes for store in self.stores.values())
 
+    @property
+    def positional(self) -> bool:
+        return self.window is None
+
     def ring(self, group: Class) -> int:
         """Positions a slot of this class really has."""
         return group.capacity if self._limit is None else min(group.capacity, self._limit)

@@ -56,6 +56,11 @@ class Layout(Protocol):
         """Bytes allocated."""
         ...
 
+    @property
+    def positional(self) -> bool:
+        """Whether it stores each position by itself, so that the first part of a row's state is a row's state."""
+        ...
+
     def arrays(self) -> list[mx.array]:
         """The buffers themselves, to be evaluated but never held."""
         ...

@@ -52,6 +52,10 @@ class NestedLayout:
     def nbytes(self) -> int:
         return sum(layout.nbytes for layout in self.inner)
 
+    @property
+    def positional(self) -> bool:
+        return all(layout.positional for layout in self.inner)
+
     def arrays(self) -> list[mx.array]:
         return [array for layout in self.inner for array in layout.arrays()]
 

@@ -68,6 +68,10 @@ class RecurrentLayout:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays())
 
+    @property
+    def positional(self) -> bool:
+        return False
+
     def arrays(self) -> list[mx.array]:
         return [array for array in self.slots if array is not None]
 
