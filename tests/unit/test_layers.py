@@ -19,10 +19,11 @@ http:      client wire
 llm_plugin: client wire
 client:    wire
 service:   serve config errors wire
-serve:     config residency engine methods sampling state model text plan device errors wire
-residency: engine methods sampling state model text device errors wire
-engine:    methods sampling state model plan device errors
+serve:     config residency engine methods cache sampling state model text plan device errors wire
+residency: engine methods cache sampling state model text device errors wire
+engine:    methods cache sampling state model plan device errors
 methods:   sampling state model plan errors
+cache:     state errors
 sampling:  plan errors
 state:     model errors
 model:     errors wire
@@ -42,7 +43,7 @@ WIRE: Final = {"wire", "framing", "paths", "errors"}
 """The client's modules that both sides import. `schema` is built on them for people."""
 
 OURS: Final = {"mlxbc", "mlxbcd"}
-USES_MLX: Final = {"serve", "residency", "engine", "methods", "sampling", "state", "model"}
+USES_MLX: Final = {"serve", "residency", "engine", "methods", "cache", "sampling", "state", "model"}
 USES_THE_ZOO: Final = {"residency", "state", "model"}
 
 HANDS_OVER: Final = {
@@ -59,6 +60,10 @@ AFTER_MLX: Final = {"mlxbcd.serve.live", "mlxbcd.serve.generation"}
 DECISIONS: Final = {
     "mlxbc.wire",
     "mlxbc.framing",
+    "mlxbcd.cache.eviction",
+    "mlxbcd.cache.index",
+    "mlxbcd.cache.keys",
+    "mlxbcd.cache.nodes",
     "mlxbcd.engine.costs",
     "mlxbcd.engine.scheduler",
     "mlxbcd.plan.freeze",
