@@ -19,10 +19,11 @@ http:      client wire
 llm_plugin: client wire
 client:    wire
 service:   serve config errors wire
-serve:     config residency engine methods cache sampling state model text plan device errors wire
-residency: engine methods cache sampling state model text device errors wire
-engine:    methods cache sampling state model plan device errors
-methods:   sampling state model plan errors
+serve:     config residency engine methods spec cache sampling state model text plan device errors wire
+residency: engine methods spec cache sampling state model text device errors wire
+engine:    methods spec cache sampling state model plan device errors
+methods:   spec sampling state model plan errors
+spec:      sampling state model plan errors
 cache:     state errors
 sampling:  plan errors
 state:     model errors
@@ -43,7 +44,7 @@ WIRE: Final = {"wire", "framing", "paths", "errors"}
 """The client's modules that both sides import. `schema` is built on them for people."""
 
 OURS: Final = {"mlxbc", "mlxbcd"}
-USES_MLX: Final = {"serve", "residency", "engine", "methods", "cache", "sampling", "state", "model"}
+USES_MLX: Final = {"serve", "residency", "engine", "methods", "spec", "cache", "sampling", "state", "model"}
 USES_THE_ZOO: Final = {"residency", "state", "model"}
 
 HANDS_OVER: Final = {
@@ -69,6 +70,12 @@ DECISIONS: Final = {
     "mlxbcd.plan.freeze",
     "mlxbcd.plan.request",
     "mlxbcd.serve.backlog",
+    "mlxbcd.spec.accept",
+    "mlxbcd.spec.costs",
+    "mlxbcd.spec.depth",
+    "mlxbcd.spec.echo",
+    "mlxbcd.spec.lookup",
+    "mlxbcd.spec.rates",
     "mlxbcd.state.geometry",
     "mlxbcd.text.channels",
     "mlxbcd.text.matching",
