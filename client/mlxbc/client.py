@@ -281,6 +281,9 @@ class Client:
 class Stream:
     """One generation: an iterator over its `Accepted`, `Progress` and `Token` frames.
 
+    Attributes:
+        done: the last frame, once it came.
+
     Leaving its `with` block, or `close`, cancels what still runs. The errors that end a generation are raised
     by whatever waits for it: iterating, `text` or `wait`.
     """
@@ -291,6 +294,7 @@ class Stream:
         self._collector = Collector()
         self._result: Result | None = None
         self._open = True
+        self.done: wire.Done | None = None
 
     def __repr__(self) -> str:
         state = "running" if self._open else "failed or closed" if self._result is None else self._result.reason
@@ -315,7 +319,8 @@ class Stream:
             if isinstance(reply, Event):
                 self._collector.add(reply)
                 return reply
-            self._result = self._collector.result(expect(reply, wire.Done))
+            self.done = expect(reply, wire.Done)
+            self._result = self._collector.result(self.done)
         except RequestTimeout:
             raise
         except BaseException:
