@@ -17,7 +17,18 @@ import mlxbc
 import mlxbc.cli
 
 HEAVY = {"asyncio", "click", "http", "json", "logging", "mlx", "mlx_lm", "numpy", "rich", "ssl", "typer", "uvloop"}
-HEAVY |= {"email", "httpx", "huggingface_hub", "jinja2", "mlxbcd", "pydantic", "sqlite3", "starlette", "tokenizers"}
+HEAVY |= {
+    "email",
+    "httpx",
+    "huggingface_hub",
+    "jinja2",
+    "mlxbcd",
+    "pydantic",
+    "pygls",
+    "sqlite3",
+    "starlette",
+    "tokenizers",
+}
 HEAVY |= {"transformers", "uvicorn"}
 
 

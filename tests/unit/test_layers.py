@@ -13,9 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 _PICTURE: Final = """
-cli:       http client wire
+cli:       http lsp client wire
 http:      client wire
+lsp:       client wire
 llm_plugin: client wire
 client:    wire
 service:   serve config errors wire
@@ -143,7 +146,7 @@ def layer(module: str) -> str:
     name = rest.partition(".")[0]
     if package == "mlxbcd":
         return name
-    if name in ("", "cli", "http", "llm_plugin"):
+    if name in ("", "cli", "http", "llm_plugin", "lsp"):
         return name
     return "wire" if name in WIRE or name == "schema" else "client"
 
@@ -245,9 +248,10 @@ def test_python_agrees_with_what_the_sources_say() -> None:
     assert not {"mlx", "mlx_lm", "transformers"} & set(ended.stdout.split())
 
 
-def test_the_http_endpoint_is_loaded_for_nobody_else() -> None:
-    eager = {one.module for module in MODULES if layer(module) != "http" for one in imports(module) if not one.lazy}
-    assert {one for one in eager if one in SOURCES and layer(one) == "http"} == set()
+@pytest.mark.parametrize("server", ["http", "lsp"])
+def test_a_server_beside_the_client_is_loaded_for_nobody_else(server: str) -> None:
+    eager = {one.module for module in MODULES if layer(module) != server for one in imports(module) if not one.lazy}
+    assert {one for one in eager if one in SOURCES and layer(one) == server} == set()
 
 
 def test_a_chain_that_exists_is_found() -> None:

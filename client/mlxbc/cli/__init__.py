@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": "start the daemon",
     "service": "let launchd or systemd keep the daemon running",
     "http": "serve OpenAI's HTTP API for programs that know no other",
+    "lsp": "complete in any editor that speaks the Language Server Protocol",
     "stop": "stop the daemon",
     "config": "show the daemon's settings, and where each comes from",
     "status": "show how the daemon is",

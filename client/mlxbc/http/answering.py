@@ -21,9 +21,9 @@ from mlxbc.aio import AsyncStream
 from mlxbc.errors import ConnectionLost, MlxbcError
 from mlxbc.http import replies
 from mlxbc.http.failures import Refused, of_error
-from mlxbc.http.link import Link
 from mlxbc.http.replies import Alternative, Shape
 from mlxbc.http.translate import Order
+from mlxbc.link import Link
 from mlxbc.result import Event, Result
 
 STALL_S: Final = 30.0

@@ -22,8 +22,8 @@ from mlxbc.http import asked, replies, translate
 from mlxbc.http.answering import Answer, refusal
 from mlxbc.http.failures import Refused, of_decoding, of_error
 from mlxbc.http.guard import Guard, Token
-from mlxbc.http.link import Link
 from mlxbc.http.translate import Order
+from mlxbc.link import Link
 
 BODY_S: Final = 30.0
 """Longest that a client may take to send a body."""
@@ -50,7 +50,7 @@ def application(
         hosts: names by which it may be called, beside localhost and addresses.
         origins: of web pages that may ask.
     """
-    link = Link(path)
+    link = Link(path, "mlxbc-http")
     endpoints = _Endpoints(link)
 
     @asynccontextmanager

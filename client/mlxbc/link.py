@@ -1,4 +1,4 @@
-"""Owns the connection to the daemon: one for all HTTP requests, made when it is needed and again after it was lost."""
+"""Owns a connection that a server keeps to the daemon: made when it is needed, and again after it was lost."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ class Link:
 
     Args:
         path: its socket; None finds the user's own.
+        client_name: how the daemon calls this program in its accounts.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, client_name: str) -> None:
         self._path = path
+        self._name = client_name
         self._client: AsyncClient | None = None
         self._connecting = asyncio.Lock()
 
@@ -39,7 +41,7 @@ class Link:
             if self._client is not None and not self._client.connected:
                 await self.close()
             if self._client is None:
-                client = AsyncClient(self._path, client_name="mlxbc-http")
+                client = AsyncClient(self._path, client_name=self._name)
                 await client.connect()
                 self._client = client
             return self._client
