@@ -49,7 +49,8 @@ ErrorCode: TypeAlias = Literal[
     "device_error",
     "internal",
 ]
-FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "superseded", "deadline"]
+Priority: TypeAlias = Literal["interactive", "normal", "background"]
 Channel: TypeAlias = Literal["text", "reasoning"]
 
 
@@ -124,9 +125,23 @@ class Generate(_Request, frozen=True, tag="generate"):
     stop: Annotated[list[StopString], Meta(max_length=16)] = []
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
+    n: Annotated[int, Meta(ge=1, le=16)] = 1
+    """Outputs to draw from one prefill, each with noise of its own; their frames tell them apart by `candidate`."""
+    priority: Priority | None = None
+    """None is normal."""
+    deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)] | None = None
+    """Milliseconds after its arrival at which the request ends, with what it has by then."""
+    supersede: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    """Ends this connection's earlier request with the same key, in the same moment."""
+    explain: bool = False
+    """`done` tells how the request was run."""
     resumable: bool = False
     """Token frames carry token ids, which `resume` wants back."""
     resume: Resume | None = None
+
+
+class Explain(Generate, frozen=True, tag="explain"):
+    """How a `generate` of the same fields would be run. Nothing is generated; the model is loaded if need be."""
 
 
 class Cancel(_Request, frozen=True, tag="cancel"):
@@ -201,7 +216,20 @@ class Shutdown(_Request, frozen=True, tag="shutdown"):
 
 
 Request: TypeAlias = (
-    Hello | Generate | Cancel | Tokenize | Count | Models | Load | Unload | Status | Ps | Config | Ping | Shutdown
+    Hello
+    | Generate
+    | Explain
+    | Cancel
+    | Tokenize
+    | Count
+    | Models
+    | Load
+    | Unload
+    | Status
+    | Ps
+    | Config
+    | Ping
+    | Shutdown
 )
 
 # ---------------------------------------------------------------------------------------------- daemon -> client
@@ -264,6 +292,8 @@ class Token(_Reply, frozen=True, tag="token"):
     n: int = 1
     """Tokens that became part of the output with this frame (text can wait for a later token)."""
     channel: Channel = "text"
+    candidate: int = 0
+    """Which of the request's outputs this is part of."""
     ids: list[int] = []
     logprobs: list[TokenLogprob] = []
 
@@ -286,6 +316,29 @@ class Timings(Struct, omit_defaults=True, frozen=True):
     decode: float = 0.0
 
 
+class Candidate(Struct, omit_defaults=True, frozen=True):
+    """How one of several outputs ended."""
+
+    reason: FinishReason
+    generated: int
+    stop: str | None = None
+
+
+class Plan(Struct, omit_defaults=True, frozen=True):
+    """How a request is run, and why not otherwise."""
+
+    method: Literal["autoregressive", "speculative", "denoising"]
+    mechanism: Literal["continuous", "alone", "unsupported"]
+    reason: str = ""
+    """Why it runs alone, or not at all."""
+    on: list[str] = []
+    """Features that apply."""
+    off: dict[str, str] = {}
+    """Features that don't, each with its reason."""
+    chunks: list[int] = []
+    """Prompt tokens of each prefill forward: those planned (`explained`), or those run (`done`)."""
+
+
 class Done(_Reply, frozen=True, tag="done"):
     """Terminal frame of a generation."""
 
@@ -295,6 +348,25 @@ class Done(_Reply, frozen=True, tag="done"):
     timings: Timings
     stop: str | None = None
     """The stop string that ended it, if one did."""
+    candidates: list[Candidate] = []
+    """One for each output where `n` asked for several; `reason` and `stop` are the first one's, `usage` counts all."""
+    plan: Plan | None = None
+    """With `explain`."""
+
+
+class Explained(_Reply, frozen=True, tag="explained"):
+    """Answer to `explain`."""
+
+    id: int
+    model: str
+    prompt: int
+    """Tokens of the prompt."""
+    context: int
+    """Tokens the model's rows may hold."""
+    priority: Priority
+    plan: Plan
+    first_token_ms: float | None = None
+    """Expected if nothing else runs, from what forwards have cost so far; None where nothing has been measured."""
 
 
 class Error(_Reply, frozen=True, tag="error"):
@@ -431,6 +503,7 @@ Reply: TypeAlias = (
     | Progress
     | Token
     | Done
+    | Explained
     | Error
     | Tokens
     | Counted
@@ -446,6 +519,7 @@ Reply: TypeAlias = (
 
 TERMINAL: Final = (
     Done,
+    Explained,
     Error,
     Tokens,
     Counted,

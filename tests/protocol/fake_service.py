@@ -17,7 +17,7 @@ import uvloop
 from mlxbc import wire
 from mlxbc.framing import Codec, Inbound, frame
 from mlxbcd.errors import ServeError
-from mlxbcd.serve.contract import Fault, Send, Work
+from mlxbcd.serve.contract import Cause, Fault, Send, Work
 from mlxbcd.serve.lifecycle import Lifecycle
 from mlxbcd.serve.limits import Limits
 from mlxbcd.serve.listen import listen
@@ -63,11 +63,11 @@ class FakeJob:
     def fail(self, code: wire.ErrorCode) -> None:
         self.send(wire.Error(id=self.request.id, code=code, message=code, retryable=True))
 
-    def cancel(self) -> None:
+    def cancel(self, reason: Cause = "cancelled") -> None:
         self.cancelled += 1
         self._service.changed()
         if not self.ended:
-            self.done("cancelled")
+            self.done(reason)
 
 
 class FakeService:

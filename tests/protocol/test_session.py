@@ -239,7 +239,7 @@ def test_a_request_cancelled_while_it_is_submitted_is_cancelled_as_soon_as_it_ca
     class Job:
         cancelled = 0
 
-        def cancel(self) -> None:
+        def cancel(self, reason: str = "cancelled") -> None:
             self.cancelled += 1
 
     sent: list[wire.Reply] = []
@@ -252,6 +252,22 @@ def test_a_request_cancelled_while_it_is_submitted_is_cancelled_as_soon_as_it_ca
     ended.reply(wire.Pong(id=2))
     ended.start(late)
     assert (early.cancelled, late.cancelled, sent) == (1, 0, [wire.Pong(id=2)])
+
+
+def test_a_newer_request_with_the_same_key_ends_the_older_before_it_begins(daemon: FakeDaemon) -> None:
+    def keyed(request: int, key: str, prompt: str = "wait") -> wire.Generate:
+        return wire.Generate(id=request, prompt=prompt, supersede=key)
+
+    with daemon.client() as client, daemon.client() as other:
+        other.say(keyed(1, "line"))
+        client.say(keyed(1, "line"), keyed(2, "other"), keyed(3, "line"), keyed(4, "line", "count 1"))
+        ends = [reply for reply in (client.read() for _ in range(4)) if isinstance(reply, wire.Done)]
+        assert [(end.id, end.reason) for end in ends] == [(1, "superseded"), (3, "superseded"), (4, "length")]
+        # One that has ended is nobody's older request any more.
+        client.say(keyed(5, "line", "count 0"))
+        assert [reply.reason for reply in client.until_terminal(5) if isinstance(reply, wire.Done)] == ["length"]
+        other.say(wire.Cancel(id=1))
+        assert [reply.reason for reply in other.until_terminal(1) if isinstance(reply, wire.Done)] == ["cancelled"]
 
 
 def test_status_counts_the_connections(daemon: FakeDaemon) -> None:

@@ -118,10 +118,10 @@ class Recorder:
     def prefilled(self, position: int, total: int) -> None:
         self._hear("prefilled", position, total)
 
-    def sampled(self, sample: Sample, *, eos: bool) -> None:
+    def sampled(self, sample: Sample, *, eos: bool, candidate: int = 0) -> None:
         self._hear("sampled", sample.token, eos)
 
-    def ended(self, reason: End) -> None:
+    def ended(self, reason: End, candidate: int = 0) -> None:
         self.over.set()
         self._hear("ended", reason)
 

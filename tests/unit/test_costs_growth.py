@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxbcd.engine.costs import Costs
-from mlxbcd.engine.scheduler import Policy, State, Waiting, decide
+from mlxbcd.engine.scheduler import Policy, Running, State, Waiting, decide
 
 ROWS = 4
 STEP_S = 0.05
@@ -21,7 +21,7 @@ def join(costs: Costs, prompt: int) -> list[int]:
     position, widths = 0, []
     while position < prompt:
         waiting = (Waiting("long", position, prompt, 0.0, started=True),)
-        piece = decide(State(waiting, ROWS, 0.0), costs, Policy()).piece
+        piece = decide(State(waiting, (Running(rows=ROWS),), 0.0), costs, Policy()).piece
         assert piece is not None
         costs.saw_step(ROWS, STEP_S)
         costs.saw_piece(piece.width, position, piece_s(piece.width))

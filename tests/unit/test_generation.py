@@ -34,11 +34,11 @@ class Engine:
         self.submitted: list[Request] = []
         self.cancelled: list[Any] = []
 
-    def submit(self, request: Request, listener: Generation) -> int:
+    def submit(self, request: Request, listener: Generation, client: str = "") -> int:
         self.submitted.append(request)
         return 42
 
-    def cancel(self, key: Any) -> None:
+    def cancel(self, key: Any, candidate: int | None = None) -> None:
         self.cancelled.append(key)
 
 
@@ -70,7 +70,7 @@ class Session:
             forced=tuple(forced),
         )
         stage = TextStage.resumed(self.tokenizer, request, inside=self.inside)
-        self.generation.start(self.engine, request, self.tokenizer, stage)  # type: ignore[arg-type]
+        self.generation.start(self.engine, request, self.tokenizer, [stage])  # type: ignore[arg-type]
         return self
 
     def draw(self, *tokens: int) -> None:
@@ -325,7 +325,7 @@ def test_an_engine_that_refuses_leaves_the_ending_to_the_caller(
 ) -> None:
     session = Session(tokenizer)
 
-    def refuse(request: Request, listener: Generation) -> int:
+    def refuse(request: Request, listener: Generation, client: str) -> int:
         raise ServeError("shutting_down", "-")
 
     monkeypatch.setattr(session.engine, "submit", refuse)

@@ -23,7 +23,7 @@ llm_plugin: client wire
 client:    wire
 service:   serve config errors wire
 serve:     config residency engine methods spec cache sampling state model text plan device errors wire
-residency: engine methods spec cache sampling state model text device errors wire
+residency: engine methods spec cache sampling state model text device plan errors wire
 engine:    methods spec cache sampling state model plan device errors
 methods:   spec sampling state model plan errors
 spec:      sampling state model plan errors
@@ -72,6 +72,7 @@ DECISIONS: Final = {
     "mlxbcd.engine.scheduler",
     "mlxbcd.plan.freeze",
     "mlxbcd.plan.request",
+    "mlxbcd.plan.resolve",
     "mlxbcd.serve.backlog",
     "mlxbcd.spec.accept",
     "mlxbcd.spec.costs",

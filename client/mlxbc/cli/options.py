@@ -12,7 +12,7 @@ from msgspec.structs import FieldInfo, fields
 
 from mlxbc import wire
 
-_NOT_OPTIONS = frozenset({"id", "messages", "prompt", "model", "resumable", "resume"})
+_NOT_OPTIONS = frozenset({"id", "messages", "prompt", "model", "n", "explain", "supersede", "resumable", "resume"})
 """Fields of `generate` that arguments or other options stand for, or that only a program can use."""
 
 

@@ -7,8 +7,10 @@ prompt says something about the start of the next one, and one bad measurement i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Final
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 WIDTHS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Prefill widths the scheduler chooses from; a planned end may cut one short."""
@@ -118,6 +120,31 @@ class Costs:
         enough = _GOOD_RATE * max(width / seconds for width, seconds in costs.items())
         cheapest = min(seconds for width, seconds in costs.items() if width / seconds >= enough)
         return max(floor_s, self.step(rows) + cheapest)
+
+    def saved(self) -> dict[str, Any]:
+        """Plain values that `restored` takes back."""
+        return {"steps": {str(rows): s for rows, s in self.step_s.items()}, "token": asdict(self.token_s)} | {
+            "widest": self.widest
+        }
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any]) -> Costs:
+        """What `saved` gave.
+
+        Raises:
+            ValueError: it is nothing that `saved` gives.
+        """
+        try:
+            steps = {int(rows): float(seconds) for rows, seconds in saved["steps"].items()}
+            line = FadingLine(**{name: float(value) for name, value in saved["token"].items()})
+            widest = int(saved["widest"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"these are no costs: {error}") from error
+        figures = [*steps.values(), *asdict(line).values()]
+        sound = all(map(math.isfinite, figures)) and min(*figures[: len(steps)], line.weight, line.y, 0.0) >= 0.0
+        if not sound or not 0 <= widest <= WIDTHS[-1] or (widest and not line.weight) or min(steps, default=1) < 1:
+            raise ValueError("these costs can't be true")
+        return cls(steps, line, widest)
 
     @property
     def _fixed(self) -> float:

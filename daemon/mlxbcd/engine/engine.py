@@ -8,28 +8,31 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from mlxbcd.device import Device
 from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.runner import Report, Runner
-from mlxbcd.engine.scheduler import Iteration, Policy, State, Waiting, decide
+from mlxbcd.engine.scheduler import Iteration, Policy, Running, State, Waiting, decide
 from mlxbcd.errors import ServeError, outline
-from mlxbcd.methods.events import Drawn, End, Event, Failed, Prefilled
+from mlxbcd.methods.events import Drawn, End, Event, Failed, Prefilled, owner, row_key
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Sample
-from mlxbcd.state.geometry import Key
+from mlxbcd.state.geometry import Key, capacity_for
 
 log = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
-    """What the owner of a request hears, on the loop's thread. Exactly one of the last two ends it.
+    """What the owner of a request hears, on the loop's thread.
+
+    `ended` once for each candidate, or `failed` once, is the last thing it hears.
 
     One that raises is told `failed` whatever it has heard, and nothing more.
     """
@@ -38,16 +41,16 @@ class Listener(Protocol):
         """Prompt tokens processed so far; 0 when the row begins."""
         ...
 
-    def sampled(self, sample: Sample, *, eos: bool) -> None:
-        """A token was drawn. With `eos` it ends the row and has no text."""
+    def sampled(self, sample: Sample, *, eos: bool, candidate: int) -> None:
+        """A token of a candidate was drawn. With `eos` it ends the row and has no text."""
         ...
 
-    def ended(self, reason: End) -> None:
-        """The row has drawn its last token."""
+    def ended(self, reason: End, candidate: int) -> None:
+        """A candidate's row has drawn its last token."""
         ...
 
     def failed(self, error: ServeError) -> None:
-        """The row is gone."""
+        """The request's rows are gone."""
         ...
 
 
@@ -56,18 +59,22 @@ class Entry:
     """A submitted request on the loop's side.
 
     Attributes:
+        client: who asked, for fairness between clients.
         since: when it was submitted, in seconds of the monotonic clock.
         total: prompt tokens, forced ones included.
-        position: how many of them have been processed.
+        alive: its candidates that may still draw.
+        position: how many of the prompt's tokens have been processed.
         started: it has, or is about to get, a state on the device.
         prefilled: its first token is out.
     """
 
-    key: Key
+    key: int
     request: Request
     listener: Listener
+    client: str
     since: float
     total: int
+    alive: set[int]
     position: int = 0
     started: bool = False
     prefilled: bool = False
@@ -75,6 +82,19 @@ class Entry:
     def __repr__(self) -> str:
         phase = "decoding" if self.prefilled else f"{self.position}/{self.total}" if self.started else "queued"
         return f"Entry({self.key}, {phase})"
+
+    def need(self, token_bytes: float) -> int:
+        """Bytes that its rows' states may come to need."""
+        grown = self.total + self.request.max_tokens - len(self.request.forced)
+        return math.ceil(capacity_for(grown) * token_bytes) * self.request.candidates
+
+
+@dataclass(frozen=True, slots=True)
+class _Bill:
+    """Who an iteration's time is for: the client of its piece, and the clients of the rows that decode."""
+
+    piece: str
+    rows: dict[str, int]
 
 
 class Engine:
@@ -85,6 +105,8 @@ class Engine:
         runner: the device side.
         policy: the scheduler's settings.
         on_fault: told once when the device can't be trusted any more; every request has failed by then.
+        costs: what an earlier engine has learnt about this model on this machine.
+        shed: asked to let go of this many bytes that no row needs, before a request has to wait for them.
 
     Attributes:
         costs: what the scheduler has learnt about this machine.
@@ -92,17 +114,31 @@ class Engine:
         last_active: when it ended, in seconds of the monotonic clock.
     """
 
-    def __init__(self, device: Device, runner: Runner, policy: Policy, on_fault: Callable[[DeviceFault], None]) -> None:
-        self.policy = policy
-        self.costs = Costs()
+    def __init__(
+        self,
+        device: Device,
+        runner: Runner,
+        policy: Policy,
+        on_fault: Callable[[DeviceFault], None],
+        *,
+        costs: Costs | None = None,
+        shed: Callable[[int], None] = lambda wanted: None,
+    ) -> None:
+        self.costs = costs or Costs()
         self.report = Report()
         self.last_active = time.monotonic()
+        self._policy = policy
         self._device = device
         self._runner: Runner | None = runner
         self._on_fault = on_fault
-        self._entries: dict[Key, Entry] = {}
+        self._shed = shed
+        self._entries: dict[int, Entry] = {}
         self._keys = itertools.count(1)
         self._leaving: set[Key] = set()
+        self._served: dict[str, float] = {}
+        self._pieces = 0
+        self._stepped = 0.0
+        self._token_bytes = 0.0
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -115,6 +151,16 @@ class Engine:
         return f"Engine({list(self._entries.values())})"
 
     @property
+    def policy(self) -> Policy:
+        """The scheduler's settings; what is set counts from the next iteration on."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy = policy
+        self._work.set()
+
+    @property
     def running(self) -> int:
         """Requests that have a state."""
         return sum(entry.started for entry in self._entries.values())
@@ -124,29 +170,45 @@ class Engine:
         """Requests that wait for a place."""
         return sum(not entry.started for entry in self._entries.values())
 
-    def submit(self, request: Request, listener: Listener) -> Key:
+    def submit(self, request: Request, listener: Listener, client: str = "") -> int:
         """Queue a request; its listener hears the rest. Returns the key to `cancel` it with.
 
         Raises:
-            ServeError: shutting_down or device_error, the engine has stopped.
+            ServeError: shutting_down or device_error, the engine has stopped; bad_request or out_of_memory, it could
+                never run.
         """
         if self._refusal is not None:
             raise ServeError(self._refusal.code, self._refusal.message)
+        if request.candidates > self._policy.row_limit(request.priority):
+            most = self._policy.row_limit(request.priority)
+            raise ServeError("bad_request", f"n is {request.candidates}; this model runs {most} rows at most")
         key = next(self._keys)
         total = len(request.prompt) + len(request.forced)
-        self._entries[key] = Entry(key, request, listener, time.monotonic(), total)
+        alive = set(range(request.candidates))
+        entry = Entry(key, request, listener, client, time.monotonic(), total, alive)
+        self._check_need(entry)
+        # One that comes back has no claim to what it did not use in the meantime.
+        present = [self._served.get(other.client, 0.0) for other in self._entries.values()]
+        self._served[client] = max(self._served.get(client, 0.0), min(present, default=0.0))
+        self._entries[key] = entry
         self._idle.clear()
         self._work.set()
         return key
 
-    def cancel(self, key: Key) -> None:
-        """Forget a request: its listener hears nothing more, its row leaves at the next boundary. Idempotent."""
+    def cancel(self, key: int, candidate: int | None = None) -> None:
+        """Forget a request, or one candidate of it: its listener hears nothing more of that. Idempotent.
+
+        Rows leave at the next boundary.
+        """
         entry = self._entries.get(key)
         if entry is None:
             return
-        self._forget(entry)
+        gone = set(entry.alive) if candidate is None else entry.alive & {candidate}
+        entry.alive -= gone
+        if not entry.alive:
+            self._forget(entry)
         if entry.started:
-            self._leaving.add(key)
+            self._leaving.update(row_key(key, each) for each in gone)
             self._work.set()
 
     async def drain(self) -> None:
@@ -167,43 +229,99 @@ class Engine:
     async def _loop(self, runner: Runner) -> None:
         try:
             while self._refusal is None:
-                iteration, start = self._decide()
+                iteration, bill, start = self._decide()
                 leave, self._leaving = tuple(self._leaving), set()
+                if iteration.blocked:
+                    self._shed(iteration.blocked)
                 if iteration.empty and not leave:
                     self._work.clear()
                     await self._work.wait()
                     continue
-                self._see(await self._device.run(runner.iterate, iteration, start, leave, self._emit))
+                report = await self._device.run(runner.iterate, iteration, start, leave, self._emit)
+                self._see(iteration, bill, report)
         except DeviceFault as fault:
             self._fault(fault)
         except Exception as error:
             log.error("the engine's loop failed: %s", outline(error))
             self._fault(DeviceFault(f"the engine's loop failed ({type(error).__name__})"))
 
-    def _decide(self) -> tuple[Iteration, list[tuple[Key, Request]]]:
-        waiting = tuple(
-            Waiting(entry.key, entry.position, entry.total, entry.since, entry.started)
-            for entry in self._entries.values()
-            if not entry.prefilled
-        )
-        iteration = decide(State(waiting, len(self.report.running), time.monotonic()), self.costs, self.policy)
+    def _decide(self) -> tuple[Iteration, _Bill, list[tuple[Key, Request]]]:
+        waiting, running = [], []
+        rows_of: dict[str, int] = {}
+        for entry in self._entries.values():
+            rows, need = len(entry.alive), entry.need(self._token_bytes)
+            priority = entry.request.priority
+            if entry.prefilled:
+                running.append(Running(priority, entry.client, rows, need))
+                rows_of[entry.client] = rows_of.get(entry.client, 0) + rows
+            else:
+                ends = entry.request.boundaries
+                at = (entry.position, entry.total, entry.since, entry.started)
+                waiting.append(Waiting(entry.key, *at, priority, entry.client, rows, need, ends))
+        state = State(tuple(waiting), tuple(running), time.monotonic(), self._stepped, dict(self._served), self._pieces)
+        iteration = decide(state, self.costs, self._policy)
         start: list[tuple[Key, Request]] = []
+        payer = ""
         if iteration.piece is not None:
-            entry = self._entries[iteration.piece.key]
+            entry = self._entries[cast(int, iteration.piece.key)]
+            payer = entry.client
             if not entry.started:
                 entry.started = True
                 start.append((entry.key, entry.request))
-        return iteration, start
+        return iteration, _Bill(payer, rows_of), start
 
-    def _see(self, report: Report) -> None:
+    def _see(self, iteration: Iteration, bill: _Bill, report: Report) -> None:
         """Take in what an iteration cost. All its events are here: it sent them before it returned."""
+        piece = report.piece
+        self._charge(bill, report)
         self._deliver()
         self.report = report
         self.last_active = time.monotonic()
+        if iteration.decode:
+            self._stepped = self.last_active
         for rows, seconds in report.steps:
             self.costs.saw_step(rows, seconds)
+        if piece is not None:
+            self._pieces += 1
+            self.costs.saw_piece(piece.width, piece.context, piece.seconds)
+        if report.token_bytes > self._token_bytes:
+            self._token_bytes = report.token_bytes
+            for entry in [entry for entry in self._entries.values() if not entry.started]:
+                self._recheck(entry)
+
+    def _charge(self, bill: _Bill, report: Report) -> None:
+        """Put the device's time on the accounts of those it was spent for."""
         if report.piece is not None:
-            self.costs.saw_piece(report.piece.width, report.piece.context, report.piece.seconds)
+            self._pay(bill.piece, report.piece.seconds)
+        seconds, rows = sum(seconds for _, seconds in report.steps), sum(bill.rows.values())
+        for client, count in bill.rows.items():
+            self._pay(client, seconds * count / rows)
+
+    def _pay(self, client: str, seconds: float) -> None:
+        self._served[client] = self._served.get(client, 0.0) + seconds
+
+    def _check_need(self, entry: Entry) -> None:
+        """Refuse what would not fit even alone.
+
+        Raises:
+            ServeError: out_of_memory.
+        """
+        limit, need = self._policy.bytes_limit, entry.need(self._token_bytes)
+        if limit is not None and need > limit:
+            raise ServeError(
+                "out_of_memory",
+                f"this request may need {need / 1e6:.0f} MB for its state where {limit / 1e6:.0f} MB are allowed; "
+                "lower max_tokens or shorten the prompt",
+                need=need,
+                limit=limit,
+            )
+
+    def _recheck(self, entry: Entry) -> None:
+        try:
+            self._check_need(entry)
+        except ServeError as error:
+            self._forget(entry)
+            _fail(entry, error)
 
     # -- what the device tells
 
@@ -218,7 +336,7 @@ class Engine:
         self._armed = False
         while self._inbox:
             event = self._inbox.popleft()
-            entry = self._entries.get(event.key)
+            entry = self._entries.get(cast(int, owner(event.key)[0]))
             if entry is None:
                 continue
             try:
@@ -236,13 +354,19 @@ class Engine:
                 entry.listener.prefilled(position, entry.total)
             case Drawn(sample=sample, ended=reason):
                 entry.prefilled = True
-                entry.listener.sampled(sample, eos=reason == "stop")
+                candidate = owner(event.key)[1]
+                if candidate not in entry.alive:
+                    return
+                entry.listener.sampled(sample, eos=reason == "stop", candidate=candidate)
                 # A listener that has cancelled knows its end.
-                if reason is not None and entry.key in self._entries:
-                    self._forget(entry)
-                    entry.listener.ended(reason)
+                if reason is not None and candidate in entry.alive:
+                    entry.alive.discard(candidate)
+                    if not entry.alive:
+                        self._forget(entry)
+                    entry.listener.ended(reason, candidate)
             case Failed(error=error):
-                self._forget(entry)
+                # Its other candidates have nobody to draw for.
+                self.cancel(entry.key)
                 entry.listener.failed(error)
 
     # -- how requests, and the engine, end
@@ -250,6 +374,8 @@ class Engine:
     def _forget(self, entry: Entry) -> None:
         self._entries.pop(entry.key, None)
         if not self._entries:
+            # Nobody is left to be fair to.
+            self._served.clear()
             self._idle.set()
 
     def _fault(self, fault: DeviceFault) -> None:

@@ -15,14 +15,14 @@ from mlxbcd.engine.runner import PieceCost, Report
 from mlxbcd.engine.scheduler import Iteration, Piece
 from mlxbcd.errors import ServeError, outline
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Row
-from mlxbcd.methods.events import Emit, Event, Failed, Prefilled
+from mlxbcd.methods.events import Emit, Event, Failed, Prefilled, owner, row_key
 from mlxbcd.methods.step import StepBuilder
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Draw, RowSampler, sample
 from mlxbcd.state.alone import AloneRow
 from mlxbcd.state.composition import Composition
-from mlxbcd.state.geometry import Key
+from mlxbcd.state.geometry import Key, capacity_for
 from mlxbcd.state.rows import COLD, Joiner, Rows, commit
 
 log = logging.getLogger(__name__)
@@ -32,23 +32,25 @@ _CLEAR_EVERY_STEPS: Final = 256
 
 @dataclass(slots=True)
 class Preparing:
-    """A row that isn't in the decode group yet, with a state of its own.
+    """A request that isn't in the decode group yet, with a state of its own.
 
     Attributes:
+        rows: one for each candidate; they share the prompt's state until they join.
         tokens: prompt and forced tokens.
         position: how many of them are processed. With all of them the first sample is out, and the row joins before
             the next decode step.
         planned: the position is a planned end.
     """
 
-    row: Row
+    key: Key
+    rows: list[Row]
     tokens: tuple[int, ...]
     state: Rows | AloneRow
     position: int = 0
     planned: bool = True
 
     def __repr__(self) -> str:
-        return f"Preparing({self.row.key}: {self.position}/{len(self.tokens)})"
+        return f"Preparing({self.key}: {self.position}/{len(self.tokens)})"
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Executor:
     _preparing: dict[Key, Preparing] = field(default_factory=dict, init=False)
     _ready: dict[Key, Preparing] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
+    _token_bytes: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         # Decode steps are one token wide, so a sliding window needs no room beyond itself.
@@ -86,6 +89,7 @@ class Executor:
         emit: Emit,
     ) -> Report:
         """See `Runner.iterate`."""
+        self._token_bytes = 0.0
         if leave:
             self._let_leave(leave, emit)
         for key, request in start:
@@ -101,8 +105,9 @@ class Executor:
         return Report(
             steps=tuple(self._group.timings()),
             piece=piece,
-            running=(*self._group.keys, *self._ready),
+            running=(*self._group.keys, *(row.key for preparing in self._ready.values() for row in preparing.rows)),
             kv_bytes=self._group.nbytes + sum(preparing.state.nbytes for preparing in rows),
+            token_bytes=self._token_bytes,
             active_bytes=mx.get_active_memory(),
             cache_bytes=mx.get_cache_memory(),
         )
@@ -118,9 +123,11 @@ class Executor:
         tokens = (*request.prompt, *request.forced)
         drawn = len(request.forced)
         try:
-            constraint = request.constraint() if request.constraint is not None else None
-            sampler = RowSampler(request.sampling, tokens, self.vocab_size, drawn, constraint)
-            row = Row(key, request, sampler, drawn=drawn)
+            rows = []
+            for candidate in range(request.candidates):
+                constraint = request.constraint() if request.constraint is not None else None
+                sampler = RowSampler(request.sampling, tokens, self.vocab_size, drawn, constraint, candidate)
+                rows.append(Row(row_key(key, candidate), request, sampler, drawn=drawn))
             state: Rows | AloneRow
             if self.composition.batches:
                 state = Rows(self.composition)
@@ -130,27 +137,33 @@ class Executor:
         except Exception as error:
             self._fail([key], error, emit)
         else:
-            self._preparing[key] = Preparing(row, tokens, state)
+            self._preparing[key] = Preparing(key, rows, tokens, state)
             emit([Prefilled(key, 0)])
 
     def _let_leave(self, keys: Sequence[Key], emit: Emit) -> None:
         for key in keys:
-            self._preparing.pop(key, None)
-            self._ready.pop(key, None)
+            request, candidate = owner(key)
+            for preparing in (self._preparing.get(request), self._ready.get(request)):
+                if preparing is not None:
+                    preparing.rows = [row for row in preparing.rows if owner(row.key)[1] != candidate]
+                    if not preparing.rows:
+                        self._preparing.pop(request, None)
+                        self._ready.pop(request, None)
         self._guard(lambda: self._group.leave(keys, emit), emit)
 
     def _let_join(self, emit: Emit) -> None:
         """Move the rows whose prompt is processed into the decode group; one that can't join fails alone."""
         self._guard(lambda: self._group.settle(emit), emit)
         for key, preparing in self._ready.items():
-            try:
-                if isinstance(preparing.state, AloneRow):
-                    self._group.adopt(preparing.row, preparing.state)
-                else:
-                    length = preparing.state.lengths[key]
-                    self._group.join(preparing.row, Joiner(key, preparing.state.read(key), length + 1))
-            except Exception as error:
-                self._fail([key], error, emit)
+            for row in preparing.rows:
+                try:
+                    if isinstance(preparing.state, AloneRow):
+                        self._group.adopt(row, preparing.state)
+                    else:
+                        length = preparing.state.lengths[key]
+                        self._group.join(row, Joiner(row.key, preparing.state.read(key), length + 1))
+                except Exception as error:
+                    self._fail([row.key], error, emit)
         self._ready.clear()
 
     def _decode(self, emit: Emit) -> None:
@@ -162,7 +175,7 @@ class Executor:
 
     def _prefill(self, piece: Piece, emit: Emit) -> PieceCost | None:
         preparing = self._preparing[piece.key]
-        row, context = preparing.row, preparing.position
+        context = preparing.position
         try:
             draw, written = self._advance(preparing, piece)
             self._guard(self._group.wait, emit)
@@ -177,12 +190,14 @@ class Executor:
         if piece.ends:
             # Decode has no use for activations of that size, and whatever was submitted has been computed by now.
             mx.clear_cache()
-        events: list[Event] = [Prefilled(row.key, preparing.position)]
+        events: list[Event] = [Prefilled(piece.key, preparing.position)]
         if samples:
             del self._preparing[piece.key]
-            events.append(row.take(samples[0]))
-            if not row.ended:
-                self._ready[row.key] = preparing
+            self._token_bytes = preparing.state.nbytes / capacity_for(len(preparing.tokens))
+            events += [row.take(drawn) for row, drawn in zip(preparing.rows, samples, strict=True)]
+            preparing.rows = [row for row in preparing.rows if not row.ended]
+            if preparing.rows:
+                self._ready[piece.key] = preparing
         emit(events)
         return PieceCost(piece.width, context, seconds)
 
@@ -194,7 +209,11 @@ class Executor:
         (hidden,) = self.forward.run([Group(ids, turn.caches)])
         draw = None
         if end == len(preparing.tokens):
-            draw = sample(self.forward.head(hidden[:, -1:])[:, -1], [preparing.row.sampler])
+            logits = self.forward.head(hidden[:, -1:])[:, -1]
+            rows = preparing.rows
+            if len(rows) > 1:
+                logits = mx.repeat(logits, len(rows), axis=0)
+            draw = sample(logits, [row.sampler for row in rows])
         written = turn.arrays()
         turn.resolve()
         preparing.position, preparing.planned = end, piece.ends

@@ -30,6 +30,7 @@ class Report:
         piece: its prefill forward, if there was one.
         running: rows in decode or about to join it.
         kv_bytes: bytes of all row states.
+        token_bytes: bytes of state per position of its capacity, of the row whose prompt ended in it; 0 if none did.
         active_bytes, cache_bytes: what MLX's allocator says.
     """
 
@@ -37,6 +38,7 @@ class Report:
     piece: PieceCost | None = None
     running: tuple[Key, ...] = ()
     kv_bytes: int = 0
+    token_bytes: float = 0.0
     active_bytes: int = 0
     cache_bytes: int = 0
 

@@ -1,15 +1,20 @@
-"""Owns the decision what the next iteration does: `decide(state, costs)`, a pure function.
+"""Owns the decision what the next iteration does: `decide(state, costs, policy)`, a pure function.
 
-One iteration is at most one decode step of all running rows and one prefill piece, each a forward group. Prompts are
-prefilled one at a time, least remaining first, since batching compute-bound prompts only makes all of them wait for the
-longest; a row that has waited too long goes first whatever its length.
+One iteration is at most one decode step of all running rows and one prefill piece, each a forward group. Whose prompt
+goes on is chosen by class (a row ages into the next better one), then between clients (none may be far ahead of the
+least served), then least remaining first, since batching compute-bound prompts only makes all of them wait for the
+longest. A row that has waited past the starving bound gets every fourth piece, oldest first, whatever the others are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
 
 from mlxbcd.engine.costs import Costs
+from mlxbcd.plan.request import Priority, Request
 from mlxbcd.state.geometry import Key
 
 
@@ -19,19 +24,42 @@ class Policy:
 
     Attributes:
         max_rows: rows in preparation and decode together; 1 for a model whose rows run alone.
+        reserved_rows: of these, kept free for interactive rows, where there are more than a few.
         planned_chunk: a prompt's planned ends are multiples of this, whoever shares the machine.
         max_piece_s: no piece is planned longer, so that a cancel is never further away; a single token may be.
         decode_gap_s: None holds the measured default, see `Costs.gap_s`.
         floor_gap_s: the smallest default gap.
-        starving_s: a row that has waited this long for its first token goes first.
+        background_gap_s: while an interactive prompt is prefilled, rows that are all background step this seldom.
+        aging_s: waiting this long lets a row compete with those of the next better class.
+        starving_s: a row that has waited this long for its first token gets one of `starving_share` pieces.
+        client_lead_s: device time by which a client may be ahead of the least served one that waits in the same class.
+        bytes_limit: bytes that the states of all rows may come to need; None is no limit.
+        background: rows of the background class may start; the machine's power says so.
     """
 
     max_rows: int = 32
+    reserved_rows: int = 2
     planned_chunk: int = 512
     max_piece_s: float = 0.25
     decode_gap_s: float | None = None
     floor_gap_s: float = 0.05
-    starving_s: float = 30.0
+    background_gap_s: float = 1.0
+    aging_s: float = 20.0
+    starving_s: float = 60.0
+    starving_share: int = 4
+    client_lead_s: float = 1.0
+    bytes_limit: int | None = None
+    background: bool = True
+
+    def row_limit(self, priority: Priority) -> int:
+        """Rows there may be once a row of that class has started."""
+        reserved = min(self.reserved_rows, self.max_rows // 8)
+        return self.max_rows if priority is Priority.INTERACTIVE else self.max_rows - reserved
+
+    @property
+    def client_rows(self) -> int:
+        """Rows one client may have, so that another's always find a place."""
+        return max(1, self.max_rows - self.max_rows // 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +71,11 @@ class Waiting:
         total: prompt tokens in all.
         since: when it was submitted, in seconds of any clock.
         started: it has a state already and counts toward `max_rows`.
+        priority: its own class, before aging.
+        client: whose it is.
+        rows: rows it becomes once it decodes: its candidates.
+        bytes: that its rows' states may come to need.
+        ends: positions that are planned ends besides the multiples of the planned chunk, ascending.
     """
 
     key: Key
@@ -50,6 +83,30 @@ class Waiting:
     total: int
     since: float
     started: bool
+    priority: Priority = Priority.NORMAL
+    client: str = ""
+    rows: int = 1
+    bytes: int = 0
+    ends: tuple[int, ...] = ()
+
+    @property
+    def remaining(self) -> int:
+        return self.total - self.position
+
+    def planned_end(self, chunk: int) -> int:
+        """The next position at which its state is settled, whoever shares the machine."""
+        end = min((self.position // chunk + 1) * chunk, self.total)
+        return next((boundary for boundary in self.ends if self.position < boundary < end), end)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A request that decodes, or is about to: how many rows it has, and what they may come to need."""
+
+    priority: Priority = Priority.NORMAL
+    client: str = ""
+    rows: int = 1
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +115,30 @@ class State:
 
     Attributes:
         waiting: rows to prefill, in order of arrival.
-        running: rows in the decode group or about to join it.
+        running: requests in the decode group or about to join it.
         now: same clock as `Waiting.since`.
+        stepped: when the last decode step was, same clock.
+        served: device seconds that each client's rows have taken.
+        pieces: prefill pieces so far.
     """
 
     waiting: tuple[Waiting, ...]
-    running: int
+    running: tuple[Running, ...]
     now: float
+    stepped: float = 0.0
+    served: Mapping[str, float] = field(default_factory=dict)
+    pieces: int = 0
+
+
+class Phase(Enum):
+    """What kind of forward a piece is."""
+
+    CHUNK = "chunk"
+    """A whole planned chunk."""
+    TAIL = "tail"
+    """Part of one."""
+    DECODE = "decode"
+    """One position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,45 +148,102 @@ class Piece:
     key: Key
     width: int
     ends: bool
+    phase: Phase = Phase.TAIL
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What to do next: forward groups in the order they run."""
+    """What to do next: forward groups in the order they run.
+
+    Attributes:
+        blocked: a row that can't start for want of this many bytes, once something else has let go of them.
+    """
 
     decode: bool
     piece: Piece | None
+    blocked: int = 0
 
     @property
     def empty(self) -> bool:
         return not self.decode and self.piece is None
 
 
+def planned_chunks(request: Request, policy: Policy) -> list[int]:
+    """Tokens between the planned ends of a request that runs from its first token."""
+    total = len(request.prompt) + len(request.forced)
+    ends = sorted({*range(policy.planned_chunk, total, policy.planned_chunk), *request.boundaries, total})
+    return [end - begin for begin, end in pairwise([0, *ends])]
+
+
 def decide(state: State, costs: Costs, policy: Policy) -> Iteration:
-    """The next iteration. Empty only when there is nothing to do."""
-    decode = state.running > 0
-    row = _next_row(state, policy)
-    if row is None:
-        return Iteration(decode, None)
+    """The next iteration. Empty only when there is nothing to do, or nothing that may be done."""
+    running = sum(row.rows for row in state.running)
+    decode = running > 0
+    candidates, blocked = _candidates(state, policy)
+    if not candidates:
+        return Iteration(decode, None, blocked)
+    row = _choose(candidates, state, policy)
     budget = policy.max_piece_s
     if decode:
-        gap = policy.decode_gap_s
-        if gap is None:
-            gap = costs.gap_s(state.running, row.position, policy.floor_gap_s)
-        budget = min(budget, gap - costs.step(state.running))
-    planned_end = min((row.position // policy.planned_chunk + 1) * policy.planned_chunk, row.total)
-    left = planned_end - row.position
+        if all(other.priority is Priority.BACKGROUND for other in state.running):
+            # Nobody watches these rows: they wait for a keystroke's prompt, though not for ever.
+            urgent = row.priority is Priority.INTERACTIVE
+            decode = not urgent or state.now - state.stepped >= policy.background_gap_s
+        else:
+            gap = policy.decode_gap_s
+            if gap is None:
+                gap = costs.gap_s(running, row.position, policy.floor_gap_s)
+            budget = min(budget, gap - costs.step(running))
+    left = row.planned_end(policy.planned_chunk) - row.position
     width = min(costs.width(budget, row.position), left)
-    return Iteration(decode, Piece(row.key, width, ends=width == left))
+    whole = width == left and row.position % policy.planned_chunk == 0
+    phase = Phase.DECODE if width == 1 else Phase.CHUNK if whole else Phase.TAIL
+    return Iteration(decode, Piece(row.key, width, width == left, phase), blocked)
 
 
-def _next_row(state: State, policy: Policy) -> Waiting | None:
-    started = sum(row.started for row in state.waiting)
-    room = policy.max_rows - state.running - started
-    candidates = [row for row in state.waiting if row.started or room > 0]
-    if not candidates:
-        return None
+def _candidates(state: State, policy: Policy) -> tuple[list[Waiting], int]:
+    """The rows that may be prefilled now, and the bytes that the first one that may not is short of."""
+    active: list[Running | Waiting] = [*state.running, *(row for row in state.waiting if row.started)]
+    rows = sum(row.rows for row in active)
+    held = sum(row.bytes for row in active)
+    of_client: dict[str, int] = {}
+    for row in active:
+        of_client[row.client] = of_client.get(row.client, 0) + row.rows
+    candidates: list[Waiting] = []
+    short = 0
+    for row in state.waiting:
+        if row.started:
+            candidates.append(row)
+            continue
+        if row.priority is Priority.BACKGROUND and not policy.background:
+            continue
+        taken = of_client.get(row.client, 0)
+        lacking = 0 if policy.bytes_limit is None else max(0, held + row.bytes - policy.bytes_limit)
+        fits = rows + row.rows <= policy.row_limit(row.priority) and (
+            not taken or taken + row.rows <= policy.client_rows
+        )
+        if (fits and not lacking) or not active:
+            candidates.append(row)
+            continue
+        if fits and lacking and not short:
+            short = lacking
+        if state.now - row.since > policy.starving_s:
+            # What the others leave must not go to yet others before it suffices for this one.
+            return [row for row in state.waiting if row.started], short
+    return candidates, short
+
+
+def _choose(candidates: Sequence[Waiting], state: State, policy: Policy) -> Waiting:
     starving = [row for row in candidates if state.now - row.since > policy.starving_s]
-    if starving:
+    if starving and state.pieces % policy.starving_share == 0:
         return min(starving, key=lambda row: row.since)
-    return min(candidates, key=lambda row: (row.total - row.position, row.since))
+    best = min(row.priority for row in candidates)
+    candidates = [row for row in candidates if _class(row, state.now, policy) <= best]
+    least = min(state.served.get(row.client, 0.0) for row in candidates)
+    fair = [row for row in candidates if state.served.get(row.client, 0.0) <= least + policy.client_lead_s]
+    return min(fair, key=lambda row: (row.remaining, row.since))
+
+
+def _class(row: Waiting, now: float, policy: Policy) -> int:
+    """The class a row counts in now: its own, or a better one that it has waited long enough for."""
+    return row.priority - int(max(0.0, now - row.since) / policy.aging_s)

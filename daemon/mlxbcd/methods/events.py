@@ -15,6 +15,24 @@ End: TypeAlias = Literal["stop", "complete", "length"]
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """Names the row of a further candidate of request `key`; the first one's row has the request's own key."""
+
+    key: Key
+    candidate: int
+
+
+def row_key(key: Key, candidate: int) -> Key:
+    """The key of a candidate's row."""
+    return Fork(key, candidate) if candidate else key
+
+
+def owner(key: Key) -> tuple[Key, int]:
+    """The request that a row belongs to, and which of its candidates it is."""
+    return (key.key, key.candidate) if isinstance(key, Fork) else (key, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
     """A row has processed `position` prompt tokens; 0 says that it begins."""
 

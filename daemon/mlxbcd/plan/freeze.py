@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from mlxbc import wire
 from mlxbcd.errors import ServeError
-from mlxbcd.plan.request import Request, Sampling
+from mlxbcd.plan.request import Priority, Request, Sampling
+from mlxbcd.plan.resolve import Needs
 
 _LEAST_REPETITION_PENALTY: Final = 1e-6
 """Lower ones act as this one: a logit divided by much less overflows float32, and every seen token is ahead by then."""
@@ -23,6 +24,8 @@ def check(request: wire.Generate) -> None:
     _check_source("generate", "prompt", request.prompt, request)
     if request.top_logprobs and not request.logprobs:
         raise ServeError("bad_request", "top_logprobs needs logprobs: true")
+    if request.resume is not None and request.n > 1:
+        raise ServeError("bad_request", "resume continues one output; ask for n: 1")
     if request.resume is not None and request.seed is None and _random(request):
         raise ServeError("bad_request", "resume needs the seed that `accepted` told, or the draws would differ")
 
@@ -41,6 +44,26 @@ def _check_source(kind: str, field: str, text: str | None, request: wire.Generat
         raise ServeError("bad_request", f"{kind} takes exactly one of messages and {field}")
     if text is not None and request.template_options:
         raise ServeError("bad_request", f"template_options need messages: a {field} goes through no template")
+
+
+def priority(request: wire.Generate) -> Priority:
+    """The class a request is scheduled in."""
+    return Priority.NORMAL if request.priority is None else Priority[request.priority.upper()]
+
+
+def needs(request: wire.Generate, sampling: Sampling) -> Needs:
+    """What the plan of a request depends on.
+
+    Args:
+        sampling: with the model's defaults filled in.
+    """
+    return Needs(
+        logprobs=request.logprobs,
+        penalised=sampling.penalised,
+        biased=bool(sampling.logit_bias),
+        candidates=request.n,
+        resumable=request.resumable,
+    )
 
 
 def _random(request: wire.Generate) -> bool:
@@ -115,4 +138,6 @@ def freeze(
         sampling=sampling,
         stop=tuple(request.stop),
         forced=forced,
+        candidates=request.n,
+        priority=priority(request),
     )

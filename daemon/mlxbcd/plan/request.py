@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+class Priority(IntEnum):
+    """Classes of requests, the best first."""
+
+    INTERACTIVE = 0
+    """Somebody waits for the next token: a keystroke, a question on a terminal."""
+    NORMAL = 1
+    BACKGROUND = 2
+    """Whenever the machine has nothing better to do."""
 
 
 class Constraint(Protocol):
@@ -90,6 +101,9 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
+        candidates: outputs to draw from one prefill, each with noise of its own.
+        priority: which class it is scheduled in.
+        boundaries: prompt positions, ascending, that are planned ends of its prefill wherever the chunks' own are.
         forced: token ids of an earlier run of the same request; processed like the prompt, but the first new draw has
             index ``len(forced)`` and penalties count them as history.
         max_tokens: draws to make in all, forced ones included.
@@ -106,12 +120,17 @@ class Request:
     stop: tuple[str, ...] = ()
     forced: tuple[int, ...] = ()
     constraint: Callable[[], Constraint] | None = None
+    candidates: int = 1
+    priority: Priority = Priority.NORMAL
+    boundaries: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("a request needs at least one prompt token")
         if self.max_tokens < 1:
             raise ValueError("a request needs at least one token to generate")
+        if self.candidates < 1 or (self.candidates > 1 and self.forced):
+            raise ValueError("a request has one candidate, or several and no forced tokens")
 
     def __repr__(self) -> str:
         resumed = f"+{len(self.forced)} forced" if self.forced else ""

@@ -17,6 +17,7 @@ from mlxbcd.methods.step import StepBuilder
 from mlxbcd.model import zoo
 from mlxbcd.model.forward import Forward
 from mlxbcd.model.load import Cancelled, Loaded, context_length, load
+from mlxbcd.plan.resolve import Capabilities
 from mlxbcd.state.composition import Composition, inspect
 
 
@@ -30,6 +31,7 @@ class Built:
         context: tokens a row may hold.
         vocab_size: width of the logits.
         reason: why rows run alone; empty where they share a batch.
+        capabilities: what a request's plan may count on.
     """
 
     executor: Executor
@@ -38,6 +40,7 @@ class Built:
     context: int
     vocab_size: int
     reason: str
+    capabilities: Capabilities
 
     def __repr__(self) -> str:
         placement = f"alone: {self.reason}" if self.reason else "continuous"
@@ -81,6 +84,11 @@ def _assemble(loaded: Loaded) -> Built:
         context=context_length(loaded.config),
         vocab_size=vocab_size,
         reason=composition.reason,
+        capabilities=Capabilities(
+            batches=composition.batches,
+            restorable=composition.batches,
+            reversible=composition.batches and not composition.rollback_reason,
+        ),
     )
 
 

@@ -49,6 +49,7 @@ class RowSampler:
         vocab_size: int,
         index: int = 0,
         constraint: Constraint | None = None,
+        candidate: int = 0,
     ) -> None:
         """Build on the device thread.
 
@@ -58,6 +59,7 @@ class RowSampler:
             vocab_size: width of the logits.
             index: index of the first draw: the number of forced tokens.
             constraint: the row's own.
+            candidate: which of the request's outputs this is; each has noise of its own.
 
         Raises:
             ServeError: bad_request, the bias or (where penalties need it) the prompt names a token outside
@@ -79,7 +81,7 @@ class RowSampler:
             biased=self.bias is not None,
             constrained=constraint is not None,
         )
-        self._stem = stem(sampling.seed)
+        self._stem = stem(sampling.seed, candidate)
 
     def __repr__(self) -> str:
         flags = [flag for flag in ("penalised", "biased", "constrained") if getattr(self.kind, flag)]

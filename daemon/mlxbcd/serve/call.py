@@ -9,7 +9,7 @@ from typing import Final
 from mlxbc import wire
 from mlxbc.framing import FrameError
 from mlxbcd.errors import ServeError
-from mlxbcd.serve.contract import Job, Send
+from mlxbcd.serve.contract import Cause, Job, Send
 from mlxbcd.serve.logs import where
 from mlxbcd.serve.replies import error_reply
 
@@ -25,16 +25,18 @@ class Call:
         request: the request's id.
         send: writes a reply; may raise if it can't be written.
         ended: called once, after the terminal reply.
+        supersede: a later request with the same key ends this one.
     """
 
-    __slots__ = ("_cancelled", "_ended", "_job", "_send", "_when_ended", "id")
+    __slots__ = ("_cancelled", "_ended", "_job", "_send", "_when_ended", "id", "supersede")
 
-    def __init__(self, request: int, send: Send, ended: Callable[[Call], None]) -> None:
+    def __init__(self, request: int, send: Send, ended: Callable[[Call], None], supersede: str | None = None) -> None:
         self.id = request
+        self.supersede = supersede
         self._send = send
         self._when_ended = ended
         self._job: Job | None = None
-        self._cancelled = False
+        self._cancelled: Cause | None = None
         self._ended = False
 
     def __repr__(self) -> str:
@@ -45,15 +47,15 @@ class Call:
         """`job` does the work. It may have ended, or been cancelled, while it was being submitted."""
         self._job = job
         if self._cancelled and not self._ended:
-            self.cancel()
+            self.cancel(self._cancelled)
 
-    def cancel(self) -> None:
+    def cancel(self, reason: Cause = "cancelled") -> None:
         """End the request early; its terminal reply still comes from the job."""
-        self._cancelled = True
+        self._cancelled = reason
         if self._job is None:
             return
         try:
-            self._job.cancel()
+            self._job.cancel(reason)
         except Exception as error:
             log.error("request %d could not be cancelled: %s", self.id, where(error))
 

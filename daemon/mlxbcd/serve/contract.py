@@ -8,7 +8,7 @@ loop's thread.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from mlxbc import wire
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Work: TypeAlias = (
     wire.Generate
+    | wire.Explain
     | wire.Tokenize
     | wire.Count
     | wire.Models
@@ -28,6 +29,9 @@ Work: TypeAlias = (
 )
 """The requests that a service answers; the front answers the others itself."""
 
+Cause: TypeAlias = Literal["cancelled", "superseded"]
+"""Why a request is ended early: by its client, or by a newer one with the same key."""
+
 Send: TypeAlias = Callable[[wire.Reply], None]
 """Takes the replies to one request. Never blocks; may be called from within `submit` and `cancel`."""
 
@@ -38,7 +42,7 @@ Fault: TypeAlias = Callable[[BaseException], None]
 class Job(Protocol):
     """One submitted request."""
 
-    def cancel(self) -> None:
+    def cancel(self, reason: Cause = "cancelled") -> None:
         """End it early. Idempotent; the terminal reply still comes."""
 
 

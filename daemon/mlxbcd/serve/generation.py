@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -14,9 +14,10 @@ from mlxbcd.engine.engine import Engine
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.events import End
 from mlxbcd.plan.request import Request
+from mlxbcd.plan.resolve import Feature, Plan
 from mlxbcd.sampling.sampler import Sample
+from mlxbcd.serve.contract import Cause
 from mlxbcd.serve.replies import error_reply
-from mlxbcd.state.geometry import Key
 from mlxbcd.text.channels import ChannelSplitter
 from mlxbcd.text.detokenizer import Detokenizer
 from mlxbcd.text.stops import StopMatcher
@@ -106,6 +107,26 @@ class _Unsent:
     logprobs: list[wire.TokenLogprob] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Output:
+    """One candidate's text.
+
+    Attributes:
+        generated: tokens drawn, forced ones and the end token included.
+        reason: why it ended; None while it runs.
+    """
+
+    candidate: int
+    stage: TextStage
+    generated: int = 0
+    reason: wire.FinishReason | None = None
+    unsent: _Unsent = field(default_factory=_Unsent)
+
+    def summary(self) -> wire.Candidate:
+        """What `done` says of it."""
+        return wire.Candidate(self.reason or "cancelled", self.generated, self.stage.hit)
+
+
 class Generation:
     """A running generation: the engine's listener and the session's job.
 
@@ -116,7 +137,6 @@ class Generation:
         forget: called once, before the terminal frame is sent.
 
     Attributes:
-        generated: tokens drawn, forced ones and the end token included.
         ended_with: why it ended (a finish reason or an error's code); None while it runs.
     """
 
@@ -129,7 +149,6 @@ class Generation:
     ) -> None:
         self.wire = request
         self.clock = Clock()
-        self.generated = 0
         self.ended_with: str | None = None
         self._client = client
         self._accepted: wire.Accepted | None = None
@@ -138,11 +157,17 @@ class Generation:
         self._preparation: asyncio.Task[None] | None = None
         self._prompt = 0
         self._engine: Engine | None = None
-        self._key: Key = None
+        self._key = 0
         self._tokenizer: Tokenizer | None = None
-        self._stage: TextStage | None = None
-        self._unsent = _Unsent()
+        self._outputs: list[_Output] = []
+        self._plan: Plan | None = None
+        self._pieces: list[int] = []
+        self._position = 0
         self._reported = 0.0
+        self._deadline: asyncio.TimerHandle | None = None
+        if request.deadline_ms is not None:
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(request.deadline_ms / 1e3, self._finish, "deadline")
 
     def __repr__(self) -> str:
         return f"Generation({self.wire.id}, {self.generated} tokens, {self.ended_with or 'running'})"
@@ -151,6 +176,11 @@ class Generation:
     def over(self) -> bool:
         """Nothing more will be sent than perhaps the terminal frame."""
         return self.ended_with is not None
+
+    @property
+    def generated(self) -> int:
+        """Tokens drawn for all candidates, forced ones and end tokens included."""
+        return sum(output.generated for output in self._outputs)
 
     def preparing(self, task: asyncio.Task[None]) -> None:
         """The request is being made ready (load, template, tokens) by `task`, which ends it or calls `start`."""
@@ -162,33 +192,45 @@ class Generation:
             self._accepted = accepted
             self._reply(accepted)
 
-    def start(self, engine: Engine, request: Request, tokenizer: Tokenizer, stage: TextStage) -> None:
+    def start(
+        self,
+        engine: Engine,
+        request: Request,
+        tokenizer: Tokenizer,
+        stages: Sequence[TextStage],
+        *,
+        client: str = "",
+        plan: Plan | None = None,
+    ) -> None:
         """Hand the request to the engine; from here its listener calls drive everything.
 
         Args:
-            stage: has seen the forced tokens.
+            stages: one for each candidate; they have seen the forced tokens.
+            client: who asks, for fairness between clients.
+            plan: how it runs, for a client that asked.
 
         Raises:
-            ServeError: the engine takes no more requests.
+            ServeError: the engine takes no more requests, or could never run this one.
         """
         if self.over:
             return
         self._prompt = len(request.prompt)
         self._tokenizer = tokenizer
-        self._stage = stage
-        self.generated = len(request.forced)
-        if stage.hit is not None or (request.forced and request.forced[-1] in request.eos):
+        self._plan = plan
+        self._outputs = [_Output(number, stage, len(request.forced)) for number, stage in enumerate(stages)]
+        (first, *_) = self._outputs
+        if first.stage.hit is not None or (request.forced and request.forced[-1] in request.eos):
             self._finish("stop")
-        elif self.generated >= request.max_tokens:
+        elif first.generated >= request.max_tokens:
             self._finish("length")
         else:
             self.clock.queued = time.monotonic()
-            self._key = engine.submit(request, self)
+            self._key = engine.submit(request, self, client)
             self._engine = engine
 
-    def cancel(self) -> None:
+    def cancel(self, reason: Cause = "cancelled") -> None:
         """End now, with what has been generated. Idempotent."""
-        self._finish("cancelled")
+        self._finish(reason)
 
     def progress(self, phase: Literal["load", "prefill"], done: int, total: int) -> None:
         """Tell how far loading or prefill is, at most every 250 ms."""
@@ -226,30 +268,34 @@ class Generation:
     def prefilled(self, position: int, total: int) -> None:
         if self.clock.started is None:
             self.clock.started = time.monotonic()
+        if position > self._position:
+            self._pieces.append(position - self._position)
+        self._position = position
         if 0 < position < total:
             self.progress("prefill", position, total)
 
-    def sampled(self, sample: Sample, *, eos: bool) -> None:
-        if self.over:
+    def sampled(self, sample: Sample, *, eos: bool, candidate: int = 0) -> None:
+        if self.over or self._outputs[candidate].reason is not None:
             return
+        output = self._outputs[candidate]
         if self.clock.first is None:
             self.clock.first = time.monotonic()
-        self.generated += 1
+        output.generated += 1
         if eos:
             return
-        stage, unsent = self._stage, self._unsent
-        assert stage is not None
+        unsent = output.unsent
         unsent.n += 1
         if self.wire.resumable:
             unsent.ids.append(sample.token)
         if sample.logprob is not None:
             unsent.logprobs.append(self._logprob(sample))
-        self._send(stage.push(sample.token))
-        if stage.hit is not None:
-            self._finish("stop")
+        self._send(output, output.stage.push(sample.token))
+        if output.stage.hit is not None:
+            self._end(output, "stop")
 
-    def ended(self, reason: End) -> None:
-        self._finish("length" if reason == "length" else "stop")
+    def ended(self, reason: End, candidate: int = 0) -> None:
+        if not self.over:
+            self._end(self._outputs[candidate], "length" if reason == "length" else "stop")
 
     def failed(self, error: ServeError) -> None:
         """End with an error. Idempotent."""
@@ -259,49 +305,76 @@ class Generation:
 
     # -- frames
 
-    def _send(self, parts: list[tuple[wire.Channel, str]]) -> None:
+    def _send(self, output: _Output, parts: list[tuple[wire.Channel, str]]) -> None:
         """One frame per run of text; the tokens and ids since the last frame ride on the first."""
         for channel, text in parts:
-            self._flush(channel, text)
+            self._flush(output, channel, text)
 
-    def _flush(self, channel: wire.Channel, text: str) -> None:
+    def _flush(self, output: _Output, channel: wire.Channel, text: str) -> None:
         if self.over:
             return
-        unsent, self._unsent = self._unsent, _Unsent()
+        unsent, output.unsent = output.unsent, _Unsent()
         self._reply(
             wire.Token(
-                id=self.wire.id, text=text, n=unsent.n, channel=channel, ids=unsent.ids, logprobs=unsent.logprobs
+                id=self.wire.id,
+                text=text,
+                n=unsent.n,
+                channel=channel,
+                candidate=output.candidate,
+                ids=unsent.ids,
+                logprobs=unsent.logprobs,
             )
         )
 
     def _finish(self, reason: wire.FinishReason) -> None:
+        """End every output that still runs, and with them the request."""
         if self.over:
             return
-        stage, self._stage = self._stage, None
-        if stage is not None:
-            # Also when cancelled: what might have become a stop string is plain text now.
-            self._send(stage.finish())
-            if self._unsent.n:
-                self._flush("text", "")
-        self._done(reason, stop=stage.hit if stage is not None else None)
+        for output in self._outputs:
+            self._complete(output, reason)
+        self._done(reason)
 
-    def _done(self, reason: wire.FinishReason, stop: str | None) -> None:
+    def _end(self, output: _Output, reason: wire.FinishReason) -> None:
+        """End one output, and the request if it was the last."""
+        if self.over or output.reason is not None:
+            return
+        self._complete(output, reason)
+        if all(other.reason is not None for other in self._outputs):
+            self._done(self._outputs[0].reason or reason)
+        elif self._engine is not None:
+            self._engine.cancel(self._key, output.candidate)
+
+    def _complete(self, output: _Output, reason: wire.FinishReason) -> None:
+        if output.reason is not None:
+            return
+        output.reason = reason
+        # Also when cancelled: what might have become a stop string is plain text now.
+        self._send(output, output.stage.finish())
+        if output.unsent.n:
+            self._flush(output, "text", "")
+
+    def _done(self, reason: wire.FinishReason) -> None:
         if self.over:
             return
         self._close(reason)
+        several = len(self._outputs) > 1
         self._reply(
             wire.Done(
                 id=self.wire.id,
                 reason=reason,
                 usage=wire.Usage(prompt=self._prompt, generated=self.generated),
                 timings=self.clock.timings(),
-                stop=stop,
+                stop=self._outputs[0].stage.hit if self._outputs else None,
+                candidates=[output.summary() for output in self._outputs] if several else [],
+                plan=plan_reply(self._plan, self._pieces) if self._plan is not None else None,
             )
         )
 
     def _close(self, outcome: str) -> None:
         """No frame but the terminal one may follow."""
         self.ended_with = outcome
+        if self._deadline is not None:
+            self._deadline.cancel()
         if self._engine is not None:
             self._engine.cancel(self._key)
         if self._preparation is not None and self._preparation is not asyncio.current_task():
@@ -314,3 +387,16 @@ class Generation:
         text = self._tokenizer.token_text
         top = [wire.TopToken(token, text(token), logprob) for token, logprob in sample.top]
         return wire.TokenLogprob(sample.token, text(sample.token), sample.logprob, top)
+
+
+def plan_reply(plan: Plan, chunks: Sequence[int]) -> wire.Plan:
+    """A plan as the wire tells it."""
+    why = plan.refusal or plan.placement
+    return wire.Plan(
+        method=plan.method.value,
+        mechanism=plan.mechanism.value,
+        reason=why.text if why is not None else "",
+        on=[feature.value for feature in Feature if plan.has(feature)],
+        off={feature.value: reason.text for feature, reason in plan.off.items()},
+        chunks=list(chunks),
+    )

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from mlxbc import wire
 from mlxbcd.errors import ServeError, outline
-from mlxbcd.serve.contract import Send
+from mlxbcd.serve.contract import Cause, Send
 from mlxbcd.serve.replies import error_reply
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,10 @@ class TaskJob:
             self.answer(error_reply(error, self.id))
             self.task.cancel()
 
-    def cancel(self) -> None:
+    def cancel(self, reason: Cause = "cancelled") -> None:
         """See `contract.Job.cancel`."""
-        self.failed(ServeError("bad_request", "cancelled by the client"))
+        by = "by the client" if reason == "cancelled" else "by a newer request"
+        self.failed(ServeError("bad_request", f"{reason} {by}"))
 
     async def _run(self, work: Callable[[TaskJob], Awaitable[None]]) -> None:
         try:
@@ -72,7 +73,7 @@ class TaskJob:
 class FinishedJob:
     """A request that was answered while it was submitted."""
 
-    def cancel(self) -> None:
+    def cancel(self, reason: Cause = "cancelled") -> None:
         """Nothing is left to end."""
 
 

@@ -21,15 +21,18 @@ from mlxbcd.config.settings import Settings
 from mlxbcd.device import Device
 from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.runner import Report
+from mlxbcd.engine.scheduler import planned_chunks
 from mlxbcd.errors import ServeError
 from mlxbcd.model.blas import BlasReport
-from mlxbcd.plan.freeze import check, check_text, freeze
+from mlxbcd.plan.freeze import check, check_text, freeze, needs
+from mlxbcd.plan.request import Request
+from mlxbcd.plan.resolve import Feature, Plan, resolve
 from mlxbcd.residency.names import Resolved, listing
 from mlxbcd.residency.resident import Residency, Resident
 from mlxbcd.serve import logs
 from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.contract import Fault, Job, Send, Work
-from mlxbcd.serve.generation import PROGRESS_S, Generation, TextStage
+from mlxbcd.serve.generation import PROGRESS_S, Generation, TextStage, plan_reply
 from mlxbcd.serve.jobs import FinishedJob, TaskJob, internal
 from mlxbcd.text.channels import opens_inside
 from mlxbcd.text.workers import INLINE_CHARACTERS, TextWorkers
@@ -43,6 +46,9 @@ BUSY_S: Final = 10.0
 STUCK_S: Final = 60.0
 """One that takes longer than this, and isn't a load, may never return."""
 _CPU_CACHE_BYTES: Final = 1 << 30
+_GOOD_ENDS: Final = frozenset({"stop", "length", "cancelled", "superseded", "deadline"})
+ENABLED: Final[frozenset[Feature]] = frozenset()
+"""Features that this daemon has."""
 
 
 class LiveService:
@@ -102,6 +108,9 @@ class LiveService:
         if len(self._open) >= self._settings.queue:
             raise ServeError("queue_full", f"{self._settings.queue} requests are waiting or running; retry later")
         match request:
+            case wire.Explain():
+                check(request)
+                return self._answer(request.id, reply, lambda job: self._explain(request, job))
             case wire.Generate():
                 return self._generate(request, reply, client)
             case wire.Tokenize() | wire.Count():
@@ -202,27 +211,27 @@ class LiveService:
         check(request)
         generation = Generation(request, reply, self._ended, client)
         self._enter(generation)
-        generation.preparing(self._background(self._prepare(generation)))
+        generation.preparing(self._background(self._prepare(generation, client)))
         return generation
 
     def _ended(self, generation: Generation) -> None:
         self._served += 1
         self._generated += generation.generated
-        if generation.ended_with not in ("stop", "length", "cancelled"):
+        if generation.ended_with not in _GOOD_ENDS:
             self._failed += 1
         self._leave(generation)
         generation.log()
 
-    async def _prepare(self, generation: Generation) -> None:
+    async def _prepare(self, generation: Generation, client: str) -> None:
         """Everything before the engine: the model, the template, the tokens, the frozen request."""
         try:
-            await self._admit(generation)
+            await self._admit(generation, client)
         except ServeError as error:
             generation.failed(error)
         except Exception as error:
             generation.failed(internal(error))
 
-    async def _admit(self, generation: Generation) -> None:
+    async def _admit(self, generation: Generation, client: str) -> None:
         request = generation.wire
         source = await self._residency.resolve(request.model)
         seed = request.seed if request.seed is not None else secrets.randbits(52)
@@ -236,24 +245,39 @@ class LiveService:
         ) as resident:
             if known is None:
                 generation.clock.loaded = time.monotonic()
-            tokenizer, built = resident.tokenizer, resident.built
-            text, tokens = await self._encode(resident, request.prompt, request.messages, request.template_options)
-            frozen = freeze(
-                request,
-                tokens,
-                seed=seed,
-                eos=tokenizer.eos_ids,
-                defaults=tokenizer.generation_defaults,
-                context=built.context,
-                vocab_size=built.vocab_size,
-                max_tokens=self._settings.max_tokens,
-            )
+            tokenizer = resident.tokenizer
+            text, frozen, plan = await self._freeze(resident, request, seed)
             inside = request.messages is not None and opens_inside(text, tokenizer.reasoning)
             if frozen.forced or sum(map(len, frozen.stop)) > INLINE_CHARACTERS:
                 stage = await self._workers.offload(TextStage.resumed, tokenizer, frozen, inside=inside)
+                stages = [stage, *(TextStage(tokenizer, frozen.stop, inside=inside) for _ in range(1, request.n))]
             else:
-                stage = TextStage(tokenizer, frozen.stop, inside=inside)
-            generation.start(resident.engine, frozen, tokenizer, stage)
+                stages = [TextStage(tokenizer, frozen.stop, inside=inside) for _ in range(request.n)]
+            explained = plan if request.explain else None
+            generation.start(resident.engine, frozen, tokenizer, stages, client=client, plan=explained)
+
+    async def _freeze(self, resident: Resident, request: wire.Generate, seed: int) -> tuple[str, Request, Plan]:
+        """The text the model sees, the immutable request, and its plan.
+
+        Raises:
+            ServeError: it can't run, or not as asked.
+        """
+        tokenizer, built = resident.tokenizer, resident.built
+        text, tokens = await self._encode(resident, request.prompt, request.messages, request.template_options)
+        frozen = freeze(
+            request,
+            tokens,
+            seed=seed,
+            eos=tokenizer.eos_ids,
+            defaults=tokenizer.generation_defaults,
+            context=built.context,
+            vocab_size=built.vocab_size,
+            max_tokens=self._settings.max_tokens,
+        )
+        plan = resolve(needs(request, frozen.sampling), built.capabilities, ENABLED)
+        if plan.refusal is not None and not isinstance(request, wire.Explain):
+            raise ServeError("bad_request", plan.refusal.text)
+        return text, frozen, plan
 
     async def _encode(
         self,
@@ -276,6 +300,22 @@ class LiveService:
         return await self._workers.offload_text(sum(len(message.content) for message in messages), render)
 
     # -- the other requests
+
+    async def _explain(self, request: wire.Explain, job: TaskJob) -> None:
+        async with self._residency.use(await self._residency.resolve(request.model)) as resident:
+            _, frozen, plan = await self._freeze(resident, request, request.seed or 0)
+            chunks = planned_chunks(frozen, resident.engine.policy)
+            job.answer(
+                wire.Explained(
+                    id=request.id,
+                    model=resident.name,
+                    prompt=len(frozen.prompt),
+                    context=resident.built.context,
+                    priority=request.priority or "normal",
+                    plan=plan_reply(plan, chunks),
+                    first_token_ms=_expected_ms(resident, len(frozen.prompt) + len(frozen.forced)),
+                )
+            )
 
     async def _tokenize(self, request: wire.Tokenize | wire.Count, job: TaskJob) -> None:
         async with self._residency.use(await self._residency.resolve(request.model)) as resident:
@@ -378,6 +418,19 @@ def _process(resident: Resident) -> wire.Process:
         placement="alone" if built.reason else "continuous",
         reason=built.reason,
     )
+
+
+def _expected_ms(resident: Resident, prompt: int) -> float | None:
+    """Milliseconds that a prompt of this length alone would take, if any has been measured."""
+    costs, policy = resident.engine.costs, resident.engine.policy
+    if not costs.widest:
+        return None
+    seconds, position = 0.0, 0
+    while position < prompt:
+        width = min(costs.width(policy.max_piece_s, position), prompt - position)
+        seconds += costs.piece(width, position)
+        position += width
+    return round(seconds * 1e3, 1)
 
 
 def _stopping() -> ServeError:

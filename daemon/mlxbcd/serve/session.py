@@ -90,6 +90,7 @@ class Session(asyncio.Protocol):
         self._state = State.NEW
         self._inbound: Inbound[wire.Request] = Inbound(wire.Request)
         self._running: dict[int, Call] = {}
+        self._newest: dict[str, Call] = {}
         self._client = ""
         self._pid = 0
         self._refusal: ServeError | None = None
@@ -266,7 +267,12 @@ class Session(asyncio.Protocol):
 
     def _submit(self, request: Work) -> None:
         send = self._send_status if isinstance(request, wire.Status) else self._outbox.send
-        call = self._running[request.id] = Call(request.id, send, self._ended)
+        key = request.supersede if isinstance(request, wire.Generate) else None
+        call = self._running[request.id] = Call(request.id, send, self._ended, key)
+        if key is not None:
+            older, self._newest[key] = self._newest.get(key), call
+            if older is not None:
+                older.cancel("superseded")
         try:
             call.start(self._host.service.submit(request, call.reply, f"{self._client}[{self._pid}]"))
         except ServeError as error:
@@ -331,6 +337,8 @@ class Session(asyncio.Protocol):
     def _ended(self, call: Call) -> None:
         """A request had its terminal reply."""
         self._running.pop(call.id, None)
+        if call.supersede is not None and self._newest.get(call.supersede) is call:
+            del self._newest[call.supersede]
         self._settle()
 
     def _settle(self) -> None:
