@@ -16,6 +16,8 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, TypeVar
 
+import msgspec
+
 from mlxbc import request as build
 from mlxbc import wire
 from mlxbc.connect import HELLO_TIMEOUT, connect
@@ -117,6 +119,14 @@ class Client:
         """Token ids of a text, or of a chat as the model's template renders it."""
         request = build.tokens(wire.Tokenize, self._exchange.number(), text, messages, fields)
         return self._call(request, wire.Tokens).tokens
+
+    def render(
+        self, text: str | None = None, *, messages: Sequence[MessageLike] | None = None, **fields: Any
+    ) -> wire.Tokens:
+        """What a model would see of a chat, as its template renders it, with the token ids. Of a text: the text."""
+        request = build.tokens(wire.Tokenize, self._exchange.number(), text, messages, fields)
+        seen = self._call(request, wire.Tokens)
+        return seen if text is None else msgspec.structs.replace(seen, text=text)
 
     def count(self, text: str | None = None, *, messages: Sequence[MessageLike] | None = None, **fields: Any) -> int:
         """How many tokens `tokenize` would give."""

@@ -382,6 +382,8 @@ class Error(_Reply, frozen=True, tag="error"):
 class Tokens(_Reply, frozen=True, tag="tokens"):
     id: int
     tokens: list[int]
+    text: str = ""
+    """What the model sees, if a chat was asked about."""
 
 
 class Counted(_Reply, frozen=True, tag="counted"):

@@ -89,7 +89,7 @@ def _clients(daemon: Daemon, peer: Peer, repetitions: int) -> dict[str, float]:
         )
         url = f"http://127.0.0.1:{peer.port}/v1/chat/completions"
         commands: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {
-            "ours": (ask, {**os.environ, "MLXBC_SOCKET": str(daemon.socket)}),
+            "ours": (ask, {**os.environ, "MLXBC_SOCKET": str(daemon.socket), "MLXBC_DATA": str(daemon.directory)}),
             "peer": ([sys.executable, "-c", _HTTP_CLIENT, url, body], os.environ),
         }
         daemon.await_ready()

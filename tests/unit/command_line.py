@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -56,6 +57,11 @@ def until_asleep(pid: int) -> None:
     while status.read_text().rpartition(")")[2].split()[0] != "S":
         assert time.monotonic() < deadline, f"process {pid} never waits"
         os.sched_yield()
+
+
+def plain(screen: str) -> str:
+    """What a terminal has shown, without styles."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", screen)
 
 
 class OnTerminal:

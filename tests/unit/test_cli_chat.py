@@ -232,3 +232,63 @@ def test_a_closed_standard_input_is_the_end_of_input(path: Path) -> None:
         command = ["sh", "-c", 'exec "$0" -m mlxbc chat <&-', sys.executable]
         ended = subprocess.run(command, env=command_line.environment(path), capture_output=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+
+
+def test_another_answer_can_be_asked_for(path: Path) -> None:
+    partner = Partner()
+    with FakeDaemon(path, partner):
+        run = command_line.run(path, "chat", "-o", "seed", "3", stdin=b"/retry\none\n/retry\ntwo\n")
+    assert run.stdout == b"answer 1\nanswer 2\nanswer 3\n"
+    assert partner.said == [["one"], ["one"], ["one", "answer 2", "two"]]
+    assert [request.seed for request in partner.requests] == [3, None, 3]
+
+
+def test_the_model_and_the_system_prompt_can_be_changed(path: Path) -> None:
+    partner = Partner()
+    with FakeDaemon(path, partner):
+        talk = b"one\n/system Be long.\n/model other\ntwo\n/system\n/model\nthree\n"
+        command_line.run(path, "chat", "-s", "Be brief.", stdin=talk)
+    assert [said[0] for said in partner.said] == ["Be brief.", "Be long.", "one"]
+    assert [request.model for request in partner.requests] == [None, "other", None]
+
+
+def test_what_only_looks_like_a_command_is_a_message(path: Path) -> None:
+    partner = Partner()
+    with FakeDaemon(path, partner):
+        command_line.run(path, "chat", stdin=b"/usr/bin is what?\n/cleared\n")
+    assert partner.said[-1] == ["/usr/bin is what?", "answer 1", "/cleared"]
+
+
+def test_files_go_with_the_first_message(path: Path) -> None:
+    partner = Partner()
+    (path.parent / "notes").write_text("Notes.\n")
+    with FakeDaemon(path, partner):
+        command_line.run(path, "chat", "-f", "notes", stdin=b"one\ntwo\n", cwd=path.parent)
+    assert partner.said[-1] == ["Notes.\n\none", "answer 1", "two"]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_arrow_key_brings_back_what_was_typed_in_a_chat_that_was_kept(path: Path, keeps: bool) -> None:
+    partner = Partner()
+    home = {"HOME": str(path.parent)}
+    with FakeDaemon(path, partner):
+        with OnTerminal(path, "chat", *(["--log"] if keeps else []), **home) as terminal:
+            terminal.see(PROMPT)
+            terminal.type("a question\n")
+            terminal.see("answer 1")
+            terminal.see(PROMPT)
+            terminal.type("\x04")
+            assert terminal.end() == 0
+        with OnTerminal(path, "chat", "--log", **home) as terminal:
+            terminal.see(PROMPT)
+            terminal.type("\x1b[A")
+            if keeps:
+                terminal.see("a question")
+            terminal.type("!\n")
+            terminal.see("answer 2")
+            terminal.see(PROMPT)
+            terminal.type("\x04")
+            assert terminal.end() == 0
+    assert partner.said[-1] == ["a question!" if keeps else "!"]
+    modes = {file.stat().st_mode & 0o777 for file in path.parent.rglob("typed")}
+    assert modes == {0o600}

@@ -272,7 +272,10 @@ async def test_text_is_tokenised_and_counted(house: House, tokenizer: Tokenizer,
 
 async def test_a_chat_is_counted_as_the_model_sees_it(house: House, tokenizer: Tokenizer) -> None:
     count = await house.submit(wire.Count(id=2, messages=chat("hello"))).end()
-    assert count.count == len(tokenizer.encode("<|user|>hello<|end|><|assistant|>", special=False))
+    seen = "<|user|>hello<|end|><|assistant|>"
+    assert count.count == len(tokenizer.encode(seen, special=False))
+    tokens = await house.submit(wire.Tokenize(id=3, messages=chat("hello"))).end()
+    assert tokens == wire.Tokens(id=3, tokens=tokenizer.encode(seen, special=False), text=seen)
 
 
 async def test_models_are_listed_loaded_and_unloaded(house: House) -> None:

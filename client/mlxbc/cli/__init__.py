@@ -21,6 +21,8 @@ from mlxbc.errors import MlxbcError
 COMMANDS = {
     "ask": "ask one question; the answer streams to standard output",
     "chat": "talk with a model",
+    "log": "look at conversations that were kept",
+    "templates": "list the templates of ask",
     "serve": "start the daemon",
     "service": "let launchd or systemd keep the daemon running",
     "http": "serve OpenAI's HTTP API for programs that know no other",

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from mlxbc import wire
 from mlxbc.cli import answer, exits, options
+from mlxbc.cli.question import add_conversation, begun, earlier
 from mlxbc.cli.terminal import Terminal
+from mlxbc.cli.text import add_files, gather
 from mlxbc.client import Client
 from mlxbc.errors import MlxbcError
+from mlxbc.result import Result
+
+if TYPE_CHECKING:
+    from mlxbc.cli.conversations import Conversation
 
 _COMMANDS = """\
-  /clear       forget the conversation
-  /bye         leave, as Ctrl-D does
-  /help        show this
-  \"\"\"          begin and end a message of several lines
+  /clear         forget the conversation
+  /retry         another answer to the last message
+  /system TEXT   another system prompt; without TEXT, none
+  /model NAME    another model; without NAME, the daemon's own choice
+  /bye           leave, as Ctrl-D does
+  /help          show this
+  \"\"\"            begin and end a message of several lines
 """
 
 _EPILOG = f"""\
@@ -27,11 +36,17 @@ line, up to the first failure; standard output carries the answers alone.
 
 at the prompt:
 {_COMMANDS}
+The arrow keys bring back what was typed before; where conversations are kept,
+that of earlier chats too. Files of -f go with the first message.
+
 examples:
   mlxbc chat
   mlxbc chat -m smollm2 -s "You are a patient teacher." -o temperature 0.7
+  mlxbc chat -f notes.md --md
+  mlxbc chat -c
   printf 'My name is Ada.\\nWhat is my name?\\n' | mlxbc chat
 
+{exits.ENVIRONMENT}
 {exits.HELP}"""
 
 
@@ -41,11 +56,14 @@ class _Leave(Exception):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.description = "Talk with a model. The conversation is kept in memory and ends with the program."
+    parser.description = "Talk with a model."
     parser.epilog = _EPILOG
     parser.set_defaults(parser=parser)
+    add_files(parser)
     options.add_system(parser)
     options.add_generation(parser)
+    add_conversation(parser)
+    parser.add_argument("--md", action="store_true", help="show Markdown as a terminal can")
     parser.add_argument(
         "--stats",
         action="store_true",
@@ -58,9 +76,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Talk until the input ends."""
     fields = options.generation(args.parser, args)
-    chat = _Chat(args, fields, Terminal(quiet=args.quiet, reasoning=not args.hide_reasoning))
+    options.check_markdown(args.parser, args)
+    files = gather(args.parser, [], exact=False, files=args.file, optional=True, stdin=False)
+    chat = _Chat(args, fields, files, Terminal(quiet=args.quiet, reasoning=not args.hide_reasoning))
     with Client(client_name="mlxbc-chat"):
         pass  # without a daemon, say so before the first question is typed
+    if args.md:
+        chat.terminal.render_markdown()
     try:
         for message in _messages(chat):
             chat.take(message)
@@ -70,26 +92,55 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Chat:
-    """A conversation: its history and how it goes on."""
+    """A conversation: what was said, and how it goes on.
 
-    def __init__(self, args: argparse.Namespace, fields: dict[str, Any], terminal: Terminal) -> None:
+    Attributes:
+        attended: somebody types.
+        interrupted: Ctrl-C was the last thing that happened.
+        kept: conversations are, and so is what was typed.
+    """
+
+    def __init__(self, args: argparse.Namespace, fields: dict[str, Any], files: str, terminal: Terminal) -> None:
         self.terminal = terminal
         self.attended = sys.stdin is not None and sys.stdin.isatty()
         self.interrupted = False
+        self._args = args
         self._fields = fields
-        self._stats: bool = args.stats
-        self._start = [wire.Message(role="system", content=args.system)] if args.system is not None else []
-        self._history: list[wire.Message] = list(self._start)
+        self._before = files
+        self._log: Conversation | None = earlier(args)
+        self._history: list[wire.Message] = [] if self._log is None else self._log.messages(None)
+        self._system: str | None = args.system
+        if self._history and self._history[0].role == "system":
+            first = self._history.pop(0)
+            self._system = first.content if self._system is None else self._system
+        if self._log is not None and self._log.model is not None:
+            self._fields.setdefault("model", self._log.model)
+        self._log = self._log or begun(args)
+        self.kept = self._log is not None and not args.no_log
+        if not self.kept:
+            self._log = None
 
     def take(self, message: str) -> None:
         """Answer a message, or obey a command."""
         self.interrupted = False
-        if message.strip() == "/clear":
-            self._history = list(self._start)
-        elif message.strip() == "/help":
-            self.terminal.note(_COMMANDS.rstrip("\n"))
+        name, _, rest = message.strip().partition(" ")
+        command = self._commands.get(name) if name.startswith("/") else None
+        if command is not None:
+            command(rest.strip())
         elif message.strip():
+            if self._before:
+                message, self._before = f"{self._before}\n\n{message}", ""
             self._answer(message)
+
+    @property
+    def _commands(self) -> dict[str, Callable[[str], None]]:
+        return {
+            "/clear": self._clear,
+            "/retry": self._retry,
+            "/system": self._set_system,
+            "/model": self._set_model,
+            "/help": lambda _rest: self.terminal.note(_COMMANDS.rstrip("\n")),
+        }
 
     def interrupt(self) -> None:
         """Ctrl-C with nothing to cancel.
@@ -103,13 +154,43 @@ class _Chat:
         self.interrupted = True
         self.terminal.note("(Ctrl-C again, Ctrl-D or /bye leaves)")
 
-    def _answer(self, message: str) -> None:
+    def _clear(self, _rest: str) -> None:
+        self._history = []
+        if self._log is not None:
+            from mlxbc.cli import conversations
+
+            self._log = conversations.new()
+
+    def _retry(self, _rest: str) -> None:
+        if len(self._history) < 2:
+            self.terminal.note("nothing has been answered yet")
+            return
+        question, _answer = self._history[-2:]
+        self._history = self._history[:-2]
+        if self._log is not None:
+            self._log.take_back()
+        # The same seed would give the same answer.
+        self._answer(question.content, {name: value for name, value in self._fields.items() if name != "seed"})
+
+    def _set_system(self, rest: str) -> None:
+        self._system = rest or None
+
+    def _set_model(self, rest: str) -> None:
+        if rest:
+            self._fields["model"] = options.model_name(rest)
+        else:
+            self._fields.pop("model", None)
+
+    def _answer(self, message: str, fields: dict[str, Any] | None = None) -> None:
         question = wire.Message(role="user", content=message)
+        system = [] if self._system is None else [wire.Message(role="system", content=self._system)]
         try:
             # A connection for each turn: a conversation outlives a restart of the daemon.
             with (
                 Client(client_name="mlxbc-chat") as client,
-                client.generate(messages=[*self._history, question], **self._fields) as stream,
+                client.generate(
+                    messages=[*system, *self._history, question], **(self._fields if fields is None else fields)
+                ) as stream,
             ):
                 result = answer.follow(stream, self.terminal)
         except MlxbcError as error:
@@ -124,18 +205,33 @@ class _Chat:
             return
         self._history.append(question)
         self._history.append(wire.Message(role="assistant", content=result.text))
-        if self._stats:
+        self._keep(message, result)
+        if self._args.stats:
             self.terminal.report(answer.stats(result))
         if result.reason == "cancelled":
             if not self.attended:
                 raise _Leave
             self.interrupted = True
 
+    def _keep(self, message: str, result: Result) -> None:
+        if self._log is not None:
+            from mlxbc.cli.conversations import turn
+
+            self._log.add(turn(message, result, system=self._system))
+
 
 def _messages(chat: _Chat) -> Iterator[str]:
     """What the user says, until the end of input or /bye."""
     if chat.attended:
-        import readline  # noqa: F401  (line editing and a history for input())
+        from mlxbc.cli.typed import history
+
+        with history(kept=chat.kept):
+            yield from _typed(chat)
+    else:
+        yield from _typed(chat)
+
+
+def _typed(chat: _Chat) -> Iterator[str]:
     while (line := _line(">>> ", chat)) is not None and line.strip() != "/bye":
         if line.lstrip().startswith('"""'):
             line = _block(line.lstrip()[3:], chat)

@@ -50,6 +50,14 @@ _OF_CODE = {
     "proto_mismatch": PROTOCOL,
 }
 
+ENVIRONMENT = """\
+environment:
+  MLXBC_SOCKET  the daemon's socket, instead of the user's own
+  MLXBC_DATA    the directory of imported models and kept conversations
+  NO_COLOR      no escape sequences on the terminal
+  COLUMNS       the width of this help
+"""
+
 HELP = """\
 exit status:
   0    success
@@ -71,6 +79,12 @@ def explain(message: str) -> None:
     # Python's own idea of no stream is standard output, where only the model's text belongs.
     if sys.stderr is not None:
         print(f"mlxbc: {message}", file=sys.stderr)
+
+
+def tell(message: str) -> None:
+    """Say on standard error what a command has done."""
+    if sys.stderr is not None:
+        print(message, file=sys.stderr)
 
 
 def of_code(code: str) -> int:

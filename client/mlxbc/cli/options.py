@@ -56,6 +56,15 @@ def add_system(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-s", "--system", metavar="TEXT", help="the system prompt")
 
 
+def check_markdown(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program where --md can't be done."""
+    if args.md:
+        from importlib.util import find_spec
+
+        if find_spec("rich") is None:
+            parser.error("--md needs the package rich; in mlxbc's checkout: pip install '.[md]'")
+
+
 def generation(parser: argparse.ArgumentParser, args: argparse.Namespace, *, logprobs: bool = False) -> dict[str, Any]:
     """The fields of a `generate` request that -m and -o set.
 

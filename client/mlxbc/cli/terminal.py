@@ -13,7 +13,13 @@ from io import TextIOWrapper
 
 from mlxbc import wire
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from mlxbc.cli.markdown import Renderer
+
 _DIM, _PLAIN, _ERASE = "\x1b[2m", "\x1b[0m", "\r\x1b[K"
+_CONTROL = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "␛")
+"""What a terminal would obey rather than show. A model may have been told by some text to say it."""
 
 
 class Terminal:
@@ -37,16 +43,31 @@ class Terminal:
         self._styled = attended and not plain
         self._notes = attended and not quiet
         self._progress = self._styled and not quiet
+        self._screen = sys.stdout.isatty()
+        self._renders = self._screen and not plain
+        self._renderer: Renderer | None = None
         self._reasoning = attended and reasoning
         self._transient = False
         self._thinking = False
         self._open_line = False
+
+    def render_markdown(self) -> None:
+        """From now on show the model's text as the Markdown that it is, where standard output is a screen for it."""
+        if self._renders:
+            from mlxbc.cli.markdown import Renderer
+
+            self._renderer = Renderer()
 
     def text(self, text: str) -> None:
         """Write the model's text, at once."""
         if not text:
             return
         self._settle()
+        if self._screen:
+            text = text.translate(_CONTROL)
+        if self._renderer is not None:
+            self._renderer.feed(text)
+            return
         sys.stdout.write(text)
         sys.stdout.flush()
         self._open_line = not text.endswith("\n")
@@ -54,6 +75,8 @@ class Terminal:
     def end_text(self) -> None:
         """Let the next thing begin on a line of its own."""
         self._settle()
+        if self._renderer is not None:
+            self._renderer.end()
         if self._open_line:
             sys.stdout.write("\n")
             sys.stdout.flush()
@@ -64,6 +87,9 @@ class Terminal:
         if not (self._reasoning and text):
             return
         self._erase()
+        if self._renderer is not None:
+            self._renderer.end()
+        text = text.translate(_CONTROL)
         self._err(f"{_DIM}{text}{_PLAIN}" if self._styled else text)
         self._thinking = True
 

@@ -319,11 +319,11 @@ class LiveService:
 
     async def _tokenize(self, request: wire.Tokenize | wire.Count, job: TaskJob) -> None:
         async with self._residency.use(await self._residency.resolve(request.model)) as resident:
-            _, tokens = await self._encode(resident, request.text, request.messages, request.template_options)
+            seen, tokens = await self._encode(resident, request.text, request.messages, request.template_options)
         if isinstance(request, wire.Count):
             job.answer(wire.Counted(id=request.id, count=len(tokens)))
         else:
-            job.answer(wire.Tokens(id=request.id, tokens=tokens))
+            job.answer(wire.Tokens(id=request.id, tokens=tokens, text="" if request.messages is None else seen))
 
     async def _models(self, request: wire.Models, job: TaskJob) -> None:
         entries = await self._workers.offload(listing)
