@@ -16,7 +16,10 @@ daemon. Documents are kept in memory and go to the daemon alone.
 Without a daemon it says so once and suggests nothing; one that is started or
 restarted later is found by itself.
 
-examples, Neovim 0.12:
+examples:
+  mlxbc lsp -m smollm2
+
+in Neovim 0.12:
   vim.lsp.config('mlxbc', {{ cmd = {{ 'mlxbc', 'lsp' }} }})
   vim.lsp.enable('mlxbc')
   vim.lsp.inline_completion.enable()
