@@ -12,6 +12,17 @@ Event: TypeAlias = wire.Accepted | wire.Progress | wire.Token
 """What a stream yields before its end."""
 
 
+class Output(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One of several outputs of a generation; see `Result` for its attributes."""
+
+    text: str
+    reason: wire.FinishReason
+    stop: str | None = None
+    reasoning: str = ""
+    ids: list[int] = []
+    logprobs: list[wire.TokenLogprob] = []
+
+
 class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A finished generation.
 
@@ -27,6 +38,8 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
         reasoning: what the model thought, for models that mark it.
         ids: token ids of the output, if the request was resumable.
         logprobs: one entry for each token, if the request asked for them.
+        outputs: all outputs, if the request asked for several; the rest of this result is then the first one's.
+        plan: how it was run, if the request asked to be told.
     """
 
     text: str
@@ -40,6 +53,35 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reasoning: str = ""
     ids: list[int] = []
     logprobs: list[wire.TokenLogprob] = []
+    outputs: list[Output] = []
+    plan: wire.Plan | None = None
+
+
+class _Parts:
+    """What has come of one output."""
+
+    __slots__ = ("ids", "logprobs", "reasoning", "text")
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.reasoning: list[str] = []
+        self.ids: list[int] = []
+        self.logprobs: list[wire.TokenLogprob] = []
+
+    def add(self, token: wire.Token) -> None:
+        (self.text if token.channel == "text" else self.reasoning).append(token.text)
+        self.ids += token.ids
+        self.logprobs += token.logprobs
+
+    def output(self, reason: wire.FinishReason, stop: str | None) -> Output:
+        return Output(
+            text="".join(self.text),
+            reason=reason,
+            stop=stop,
+            reasoning="".join(self.reasoning),
+            ids=self.ids,
+            logprobs=self.logprobs,
+        )
 
 
 class Collector:
@@ -47,33 +89,36 @@ class Collector:
 
     def __init__(self) -> None:
         self._accepted: wire.Accepted | None = None
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._ids: list[int] = []
-        self._logprobs: list[wire.TokenLogprob] = []
+        self._first = _Parts()
+        self._others: dict[int, _Parts] = {}
 
     def add(self, event: Event) -> None:
         """Take the next event of the stream."""
         if type(event) is wire.Token:
-            (self._text if event.channel == "text" else self._reasoning).append(event.text)
-            self._ids += event.ids
-            self._logprobs += event.logprobs
+            parts = self._others.setdefault(event.candidate, _Parts()) if event.candidate else self._first
+            parts.add(event)
         elif type(event) is wire.Accepted:
             self._accepted = event
 
     def result(self, done: wire.Done) -> Result:
         """The whole, once the last frame is there."""
         accepted = self._accepted
+        first = self._first.output(done.reason, done.stop)
         return Result(
-            text="".join(self._text),
-            reason=done.reason,
-            stop=done.stop,
+            text=first.text,
+            reason=first.reason,
+            stop=first.stop,
             model=accepted.model if accepted else "",
             seed=accepted.seed if accepted else 0,
             stream=accepted.stream if accepted else "",
             usage=done.usage,
             timings=done.timings,
-            reasoning="".join(self._reasoning),
-            ids=self._ids,
-            logprobs=self._logprobs,
+            reasoning=first.reasoning,
+            ids=first.ids,
+            logprobs=first.logprobs,
+            outputs=[
+                (self._others.get(number, _Parts()) if number else self._first).output(one.reason, one.stop)
+                for number, one in enumerate(done.candidates)
+            ],
+            plan=done.plan,
         )

@@ -304,6 +304,17 @@ def test_a_terminal_that_wants_no_escapes_gets_none(path: Path, env: dict[str, s
         assert b"let me think\r\n\r\nFour.\r\n" in terminal.screen
 
 
+def test_who_waits_at_a_terminal_goes_first_unless_told_otherwise(path: Path) -> None:
+    record = Recorder()
+    with FakeDaemon(path, record):
+        for arguments in ((), ("-o", "priority", "background")):
+            with OnTerminal(path, "ask", *arguments, "hi") as terminal:
+                assert terminal.end() == 0
+        with OnTerminal(path, "ask", "hi", pipe_stdout=True) as terminal:
+            assert terminal.end() == 0
+    assert [request.priority for request in record.requests] == ["interactive", "background", None]
+
+
 def test_reasoning_can_be_hidden(path: Path) -> None:
     with FakeDaemon(path, thoughtful):
         with OnTerminal(path, "ask", "-R", "2+2?") as terminal:

@@ -90,6 +90,7 @@ def test_a_conversation_on_a_terminal_ends_with_ctrl_d(path: Path) -> None:
         terminal.type("\x04")
         assert terminal.end() == 0
     assert partner.said == [["one"]]
+    assert partner.requests[0].priority == "interactive"
 
 
 @pytest.mark.parametrize("keys", ["/bye\n", "\x04"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from fake_daemon import FakeDaemon, Script, Session, accepted, answering, done
@@ -192,6 +193,44 @@ def test_several_prompts_are_answered_together_each_in_its_place(endpoint: Endpo
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_several_choices_come_from_one_request_each_in_its_place(endpoint: Endpoint) -> None:
+    def script(session: Session) -> None:
+        for _ in range(3):
+            request = session.receive(wire.Generate)
+            assert request.n == 2
+            ends = [wire.Candidate(reason="stop", generated=2), wire.Candidate(reason="length", generated=1)]
+            session.send(
+                accepted(request),
+                wire.Token(id=request.id, text="b", candidate=1),
+                wire.Token(id=request.id, text="a"),
+                wire.Token(id=request.id, text="a"),
+                msgspec.structs.replace(done(request), candidates=ends),
+            )
+
+    with client(endpoint, script) as asking:
+        whole = asking.chat.completions.create(model="tiny", messages=HELLO, n=2)
+        chunks = list(asking.chat.completions.create(model="tiny", messages=HELLO, n=2, stream=True))
+        text = asking.completions.create(model="tiny", prompt="x", n=2, best_of=2, echo=True)
+    expected = [(0, "aa", "stop"), (1, "b", "length")]
+    assert [(one.index, one.message.content, one.finish_reason) for one in whole.choices] == expected
+    assert [(one.index, one.text) for one in text.choices] == [(0, "xaa"), (1, "xb")]
+    streamed = {0: ["", ""], 1: ["", ""]}
+    for choice in (chunk.choices[0] for chunk in chunks):
+        streamed[choice.index][0] += choice.delta.content or ""
+        streamed[choice.index][1] += choice.finish_reason or ""
+    assert [(index, text, reason) for index, (text, reason) in streamed.items()] == expected
+
+
+@pytest.mark.parametrize(
+    ("tier", "priority"), [("auto", None), ("default", None), ("flex", "background"), ("priority", "interactive")]
+)
+def test_a_tier_is_a_priority(endpoint: Endpoint, tier: Any, priority: str | None) -> None:
+    record = Recorder()
+    with client(endpoint, record) as asking:
+        asking.chat.completions.create(model="tiny", messages=HELLO, service_tier=tier)
+    assert record.requests[0].priority == priority
+
+
 def test_models_are_listed_and_looked_up(endpoint: Endpoint) -> None:
     def script(session: Session) -> None:
         entries = [
@@ -291,7 +330,8 @@ def test_the_default_model_needs_no_name(endpoint: Endpoint) -> None:
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"store": True}, "store", "other than False"),
         ({"modalities": ["text", "audio"]}, "modalities", "other than"),
-        ({"service_tier": "flex"}, "service_tier", "'auto' or 'default'"),
+        ({"service_tier": "scale"}, "service_tier", "auto, default, flex, priority"),
+        ({"n": 17}, "n", "<= 16"),
         ({"web_search_options": {}}, "web_search_options", "not supported"),
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),

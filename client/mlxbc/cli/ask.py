@@ -41,6 +41,9 @@ template: see mlxbc templates --help.
 Nothing is kept unless you say so: --log keeps this conversation, mlxbc log on
 all of them. -c goes on with the last one that was kept, --cid with any.
 
+On a terminal the request goes before others, as -o priority interactive asks
+for anywhere; -o priority background lets all others go first.
+
 Ctrl-C ends the answer and keeps what came of it; pressed again, it exits at
 once.
 
@@ -99,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(question.fields, as_json=args.json)
     terminal = Terminal(quiet=args.quiet, reasoning=not args.hide_reasoning)
+    if terminal.screen:
+        question.fields.setdefault("priority", "interactive")
     whole = args.no_stream or args.json or question.extract or args.code
     with Client(client_name="mlxbc-ask") as client, client.generate(**question.fields) as stream:
         if args.md:

@@ -105,7 +105,7 @@ class _Chat:
         self.attended = sys.stdin is not None and sys.stdin.isatty()
         self.interrupted = False
         self._args = args
-        self._fields = fields
+        self._fields = {"priority": "interactive", **fields} if self.attended else fields
         self._before = files
         self._log: Conversation | None = earlier(args)
         self._history: list[wire.Message] = [] if self._log is None else self._log.messages(None)

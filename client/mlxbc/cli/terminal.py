@@ -29,6 +29,9 @@ class Terminal:
         quiet: no progress and no notes.
         reasoning: show what the model thinks.
 
+    Attributes:
+        screen: standard output is one: somebody waits for what is shown there.
+
     Raises:
         OSError: there is no standard output.
     """
@@ -43,8 +46,8 @@ class Terminal:
         self._styled = attended and not plain
         self._notes = attended and not quiet
         self._progress = self._styled and not quiet
-        self._screen = sys.stdout.isatty()
-        self._renders = self._screen and not plain
+        self.screen = sys.stdout.isatty()
+        self._renders = self.screen and not plain
         self._renderer: Renderer | None = None
         self._reasoning = attended and reasoning
         self._transient = False
@@ -63,7 +66,7 @@ class Terminal:
         if not text:
             return
         self._settle()
-        if self._screen:
+        if self.screen:
             text = text.translate(_CONTROL)
         if self._renderer is not None:
             self._renderer.feed(text)

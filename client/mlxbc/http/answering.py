@@ -152,7 +152,8 @@ class _Making:
     def __init__(self, order: Order, shape: Shape) -> None:
         self._order = order
         self._shape = shape
-        self._alternatives = [Alternative(i, prefix) for i, prefix in enumerate(order.prefixes)]
+        count = len(order.prefixes) * order.n
+        self._alternatives = [Alternative(i, order.prefixes[i // order.n]) for i in range(count)]
         self._results: dict[int, Result] = {}
         self.begun = False
         self._id = ""
@@ -162,16 +163,17 @@ class _Making:
     def take(self, number: int, event: Event | Result) -> list[bytes]:
         """What a stream says of it, encoded."""
         self.begun = True
-        alternative = self._alternatives[number]
         if type(event) is wire.Token:
-            return self._piece(alternative, event)
+            return self._piece(self._alternatives[number * self._order.n + event.candidate], event)
         if type(event) is wire.Accepted:
             self._id = self._id or f"{self._shape.name}-{event.stream}"
             self._model = event.model
         elif type(event) is Result:
             self._results[number] = event
             if self._order.stream:
-                return [self._chunk([self._shape.last(alternative, _finish(event))])]
+                first = number * self._order.n
+                mine = self._alternatives[first : first + self._order.n]
+                return [self._chunk([self._shape.last(one, self._finish(one))]) for one in mine]
         return []
 
     def _piece(self, alternative: Alternative, token: wire.Token) -> list[bytes]:
@@ -190,10 +192,14 @@ class _Making:
     def whole(self) -> replies.Response:
         """The response, once every stream has ended."""
         choices = [
-            self._shape.complete(one, _finish(self._results[one.index]), logprobs=self._order.logprobs)
-            for one in self._alternatives
+            self._shape.complete(one, self._finish(one), logprobs=self._order.logprobs) for one in self._alternatives
         ]
         return self._response(self._shape.whole, list(choices), self._usage())
+
+    def _finish(self, alternative: Alternative) -> replies.Finish:
+        number, candidate = divmod(alternative.index, self._order.n)
+        result = self._results[number]
+        return replies.finish(result.outputs[candidate].reason if result.outputs else result.reason)
 
     def _chunk(self, choices: list[replies.Choice], usage: replies.Usage | None = None) -> bytes:
         response = self._response(self._shape.chunk, choices, usage if self._order.usage else UNSET)
@@ -209,10 +215,6 @@ class _Making:
     def _usage(self) -> replies.Usage:
         reasoning = sum(one.reasoning_tokens for one in self._alternatives)
         return replies.usage([result.usage for result in self._results.values()], reasoning)
-
-
-def _finish(result: Result) -> replies.Finish:
-    return replies.finish(result.reason)
 
 
 class _Events:

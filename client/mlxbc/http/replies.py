@@ -235,7 +235,7 @@ class TextShape:
 
 def finish(reason: wire.FinishReason) -> Finish:
     """OpenAI's word for why a generation ended."""
-    return "length" if reason == "length" else "stop"
+    return "length" if reason in ("length", "deadline") else "stop"
 
 
 def usage(parts: list[wire.Usage], reasoning: int) -> Usage:

@@ -28,16 +28,22 @@ _SAME: Final = (
     "frequency_penalty",
     "logit_bias",
     "seed",
+    "n",
 )
 """Fields that mean the same and are called the same."""
 
+_TIERS: Final[Mapping[str, wire.Priority | None]] = {
+    "auto": None,
+    "default": None,
+    "flex": "background",
+    "priority": "interactive",
+}
+"""OpenAI's classes of service, as priorities."""
+
 _ANYWAY: Final[Mapping[str, tuple[Any, ...]]] = {
-    "n": (1,),
     "parallel_tool_calls": (True,),
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
     "store": (False,),
-    "best_of": (1,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "verbosity": (),
@@ -56,14 +62,16 @@ class Order(Struct, frozen=True, kw_only=True):
 
     Attributes:
         generate: the fields of a `generate` request, once for each prompt.
+        n: how many choices each of them has.
         model: as it was asked for; None is the default one.
         stream: as it comes, rather than at the end.
         usage: the stream ends with the counts of tokens.
         logprobs: the response has log-probabilities.
-        prefixes: texts that go before each prompt's own.
+        prefixes: texts that go before those of each prompt.
     """
 
     generate: list[dict[str, Any]]
+    n: int
     model: str | None
     stream: bool
     usage: bool
@@ -90,6 +98,11 @@ def chat(body: Chat) -> Order:
     elif body.top_logprobs:
         raise _refused("top_logprobs", "top_logprobs needs logprobs: true")
     _response_format(body.response_format)
+    if body.service_tier is not None:
+        if body.service_tier not in _TIERS:
+            raise _refused("service_tier", f"service_tier is one of {', '.join(_TIERS)}")
+        if (priority := _TIERS[body.service_tier]) is not None:
+            fields["priority"] = priority
     return _order(body, [fields], logprobs=bool(body.logprobs))
 
 
@@ -108,6 +121,8 @@ def completion(body: Completion) -> Order:
         fields |= {"logprobs": True, "top_logprobs": body.logprobs}
     if body.suffix:
         raise _refused("suffix", "text after the gap is not supported yet; leave suffix out")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise _refused("best_of", "all that is drawn is returned; leave best_of out, or make it n")
     if body.echo and body.logprobs is not None:
         raise _refused("echo", "the prompt's own log-probabilities are not computed; leave echo or logprobs out")
     return _order(
@@ -132,6 +147,7 @@ def _order(
             fields["model"] = model
     return Order(
         generate=generate,
+        n=body.n or 1,
         model=model,
         stream=bool(body.stream),
         usage=options is not None and bool(options.include_usage),
