@@ -80,6 +80,7 @@ DECISIONS: Final = {
     "mlxbcd.spec.echo",
     "mlxbcd.spec.lookup",
     "mlxbcd.spec.rates",
+    "mlxbcd.spec.statistics",
     "mlxbcd.state.geometry",
     "mlxbcd.text.channels",
     "mlxbcd.text.matching",

@@ -90,7 +90,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class _Flight:
+class Flight:
     """A step whose samples are not read yet.
 
     Attributes:
@@ -131,7 +131,7 @@ class DecodeGroup:
         self._state: Rows | AloneRow | None = state
         self._ahead = ahead
         self._rows: dict[Key, Row] = {}
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._timings: list[tuple[int, float]] = []
         self._free_at = 0.0
 
@@ -222,7 +222,7 @@ class DecodeGroup:
     def _unsettled(self) -> bool:
         return self._state is not None and self._state.unsettled(1)
 
-    def _build(self, last: _Flight | None, emit: Emit) -> _Flight:
+    def _build(self, last: Flight | None, emit: Emit) -> Flight:
         state = self._state
         assert state is not None
         turn = state.begin(1)
@@ -235,7 +235,7 @@ class DecodeGroup:
         if last is None or not samplers.wait:
             draw = self._steps.build(turn, ids, samplers)
             turn.resolve()
-            return _Flight(rows, draw)
+            return Flight(rows, draw)
         logits = self._steps.logits(turn, ids)
         turn.resolve()
         begun = self._begin(logits) if self._ahead is Ahead.RUN else None
@@ -243,7 +243,7 @@ class DecodeGroup:
         if begun is None and not all(row.ended for row in rows):
             begun = self._begin(logits)
         # The device is at the forward while the host computes what may be drawn.
-        return _Flight(rows, samplers.draw(logits), begun_at=begun)
+        return Flight(rows, samplers.draw(logits), begun_at=begun)
 
     @staticmethod
     def _begin(logits: mx.array) -> float:
@@ -258,7 +258,7 @@ class DecodeGroup:
             self._samplers = Samplers(wanted)
         return self._samplers
 
-    def _deliver(self, flight: _Flight, emit: Emit) -> None:
+    def _deliver(self, flight: Flight, emit: Emit) -> None:
         """Let the rows take a step's samples, unless they have."""
         if flight.read:
             return
@@ -269,7 +269,7 @@ class DecodeGroup:
         if events:
             emit(events)
 
-    def _time(self, flight: _Flight) -> None:
+    def _time(self, flight: Flight) -> None:
         """Take a step's time: since it was submitted, or since the work before it was done."""
         if flight.timed:
             return
@@ -288,6 +288,10 @@ class DecodeGroup:
                 self._state.scrub(key)
         self._samplers = None
         if isinstance(self._state, Rows):
-            commit(self._state.prepare(keep=self._rows))
+            self._keep(self._state)
         elif not self._rows:
             self._state = None
+
+    def _keep(self, state: Rows) -> None:
+        """Let the states go of all rows but those that are left."""
+        commit(state.prepare(keep=self._rows))

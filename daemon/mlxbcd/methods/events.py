@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from mlxbcd.errors import ServeError
 from mlxbcd.sampling.sampler import Sample
+from mlxbcd.spec.statistics import Statistics
 from mlxbcd.state.geometry import Key
 
 End: TypeAlias = Literal["stop", "complete", "length"]
@@ -50,6 +51,14 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculated:
+    """What speculation has done for a row so far. Comes with each of its rounds, and before the event that ends it."""
+
+    key: Key
+    statistics: Statistics
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A row left with an error; nobody else was touched."""
 
@@ -57,6 +66,6 @@ class Failed:
     error: ServeError
 
 
-Event: TypeAlias = Prefilled | Drawn | Failed
+Event: TypeAlias = Prefilled | Drawn | Speculated | Failed
 Emit: TypeAlias = Callable[[Sequence[Event]], None]
 """Takes events in the order in which they became known; never raises."""

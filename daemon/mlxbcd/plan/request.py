@@ -53,6 +53,10 @@ class Constraint(Protocol):
         """Take the last `count` accepted tokens back."""
         ...
 
+    def copy(self) -> Constraint:
+        """Another one at the same place."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:

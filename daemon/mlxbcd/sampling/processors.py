@@ -48,6 +48,15 @@ class History:
         self._newest.append(token)
         self.counts = self.counts.at[token].add(1.0)
 
+    def supposing(self, tokens: Sequence[int]) -> History:
+        """Another history: this one and some more tokens, none of which it can take back."""
+        twin = History((), 0)
+        twin._length = self._length + len(tokens)
+        twin.counts = self.counts
+        if tokens:
+            twin.counts = twin.counts.at[mx.array(list(tokens), dtype=mx.uint32)].add(1.0)
+        return twin
+
     def forget(self, n: int) -> None:
         """Take back the last `n` observed tokens.
 

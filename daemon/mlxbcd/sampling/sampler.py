@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Final, cast
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from mlxbcd.errors import ServeError
 from mlxbcd.plan.request import Constraint, Sampling
@@ -102,6 +104,35 @@ class RowSampler:
         self.index += 1
         if self.history is not None:
             self.history.observe(token)
+
+    def supposing(self, proposals: Sequence[int]) -> list[RowSampler]:
+        """Samplers of the next draw and of those behind it, if each of `proposals` were drawn before the next one.
+
+        One more than proposals, or fewer: they end where the row's constraint rules a proposal out, or would be
+        complete with it. This sampler stays as it is, and so does what it refers to.
+        """
+        twin = copy(self)
+        if twin.history is not None:
+            twin.history = twin.history.supposing(())
+        follower = self.constraint.copy() if self.constraint is not None else None
+        if follower is not None:
+            twin.constraint = _Fixed(follower.mask())
+        samplers = [twin]
+        for token in proposals:
+            if follower is not None:
+                if not _allows(follower.mask(), token):
+                    break
+                follower.accept(token)
+                if follower.complete or follower.fault:
+                    break
+            twin = copy(twin)
+            twin.index += 1
+            if twin.history is not None:
+                twin.history = twin.history.supposing([token])
+            if follower is not None:
+                twin.constraint = _Fixed(follower.mask())
+            samplers.append(twin)
+        return samplers
 
     def rewind(self, index: int) -> None:
         """Make `index` the next draw again, as if no later one had been made; penalties forget those tokens.
@@ -249,6 +280,32 @@ def sample(logits: mx.array, samplers: Sequence[RowSampler]) -> Draw:
         ValueError: the logits do not fit the samplers, or there are none; none has advanced.
     """
     return Samplers(samplers).draw(logits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """The constraint of a single draw."""
+
+    words: NDArray[np.uint32] | None
+    fault: str = ""
+    complete: bool = False
+    foresees: bool = False
+
+    def mask(self) -> NDArray[np.uint32] | None:
+        return self.words
+
+    def accept(self, token: int) -> None:
+        raise TypeError("this stands for one draw only")
+
+    def retract(self, count: int) -> None:
+        raise TypeError("this stands for one draw only")
+
+    def copy(self) -> _Fixed:
+        return self
+
+
+def _allows(words: NDArray[np.uint32] | None, token: int) -> bool:
+    return words is None or bool(words[token // 32] >> (token % 32) & 1)
 
 
 def _call(kind: Kind, rows: Sequence[RowSampler]) -> Call:

@@ -279,6 +279,14 @@ class Rows:
         grown = any(self.lengths[key] + width > place.group.capacity for key, place in self._places.items())
         return grown or bool(planned and self._due())
 
+    def unconverted(self) -> int:
+        """Tokens of the widest turn in which no row passes the length where it would have been quantised before."""
+        kv = self.composition.kv
+        if kv is None:
+            return self.widest
+        left = [kv.start - n for key, n in self.lengths.items() if n < kv.start and key not in self._converted]
+        return min([self.widest, *left])
+
     def retained(self, key: Key) -> int:
         """The shortest length a row can be cut back to."""
         place = self._places[key]

@@ -1,0 +1,368 @@
+"""Owns speculative decoding of a group of rows: rounds that verify what is proposed, and plain steps in between.
+
+A *round* is draft, verify, sample, deliver, commit: each row's window is its pending token and what is proposed behind
+it, one forward reads all windows, and each row takes its own samples up to the first that was not proposed. So tokens
+are those of plain decoding whatever is proposed, and only how many forwards they take differs. Windows are padded to
+the widest with the row's own pending token; padding is never sampled, and taken back with whatever was wrong.
+
+Proposals are *echoed spans* of text that the row seems to copy (`spec.echo`), else *drafts* of the group's drafter.
+Where neither promises anything a step is plain and built ahead as ever. What is in flight then has to be read before
+a round, which costs the host's head start: that is done where the sample in flight is likely to confirm a span.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Final
+
+import mlx.core as mx
+
+from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Flight, Row
+from mlxbcd.methods.events import Drawn, Emit, Event, Speculated
+from mlxbcd.methods.step import StepBuilder
+from mlxbcd.model.forward import Forward, Group
+from mlxbcd.sampling.sampler import RowSampler, Sample, sample
+from mlxbcd.spec.accept import accept
+from mlxbcd.spec.costs import VerifyCosts
+from mlxbcd.spec.depth import Depth, best_depth, worth_waiting
+from mlxbcd.spec.drafter import Asked, Companion, Covered, Drafter
+from mlxbcd.spec.echo import Echo, Origin
+from mlxbcd.spec.statistics import Counts, Statistics
+from mlxbcd.state.geometry import Key
+from mlxbcd.state.rows import COLD, Joiner, Rows, commit
+
+WIDEST: Final = 32
+"""Tokens of the widest window: wider ones are hardly faster per token, and a sliding window's ring has to hold them."""
+
+_FIXED: Final = 4
+"""Proposals of an echoed span while nobody knows what verifying costs."""
+
+
+@dataclass(slots=True)
+class Speculation:
+    """What the group keeps of a row.
+
+    Attributes:
+        echo: what the row may be copying; None where it must not.
+        drafts: the drafter may propose for it.
+    """
+
+    echo: Echo | None = None
+    drafts: bool = False
+    statistics: Statistics = field(default_factory=Statistics)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A row's part of a round.
+
+    Attributes:
+        origin: whose span the proposals are; None if the drafter's, or if there are none.
+        samplers: of each position.
+    """
+
+    row: Row
+    proposals: Sequence[int]
+    origin: Origin | None
+    samplers: Sequence[RowSampler]
+
+
+class SpeculativeGroup(DecodeGroup):
+    """Rows that decode together, by rounds and by plain steps.
+
+    Args:
+        state: an empty collection whose `widest` allows windows.
+        costs: of verifying; shared by all groups of the model, and refined by each.
+        drafter: None leaves it at echoed spans.
+        depth: how deep the drafter drafts; needed with one.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        state: Rows,
+        ahead: Ahead,
+        steps: StepBuilder | None = None,
+        *,
+        costs: VerifyCosts,
+        drafter: Drafter | None = None,
+        depth: Depth | None = None,
+    ) -> None:
+        super().__init__(forward, state, ahead, steps)
+        assert (drafter is None) == (depth is None)
+        self._forward = forward
+        self._costs = costs
+        self._drafter = drafter
+        self._depth = depth
+        self._speculations: dict[Key, Speculation] = {}
+
+    def __repr__(self) -> str:
+        drafter = "no drafter" if self._drafter is None else self._drafter.name
+        return f"SpeculativeGroup({list(self._rows)}, {drafter}, {'in flight' if self._flight else 'settled'})"
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + (self._drafter.nbytes if self._drafter is not None else 0)
+
+    def join(
+        self, row: Row, joiner: Joiner, speculation: Speculation | None = None, companion: Companion | None = None
+    ) -> None:
+        """Take in a row, as `DecodeGroup.join` does.
+
+        Args:
+            speculation: its own, which knows the row's text up to its pending token; None never proposes anything.
+            companion: of a group with a drafter, what it has of the row; nothing if it has seen none of it.
+        """
+        state = self._state
+        assert isinstance(state, Rows)
+        assert self._flight is None
+        change = state.prepare(join=[joiner])
+        if self._drafter is None:
+            commit(change)
+        else:
+            follows = self._drafter.prepare(keep=self._rows.keys(), join={row.key: _known(row, companion)})
+            commit(change, *follows.prepared)
+            follows.commit()
+        self._rows[row.key] = row
+        self._speculations[row.key] = speculation or Speculation()
+        if self._depth is not None:
+            self._depth.renew()
+
+    def step(self, emit: Emit) -> None:
+        """One round, or one plain step."""
+        if self._flight is not None and self._waits():
+            self.settle(emit)
+        if self._flight is None:
+            if any(row.ended for row in self._rows.values()):
+                self.settle(emit)
+            if self._rows and (windows := self._windows()):
+                self._round(windows, emit)
+                return
+        super().step(emit)
+
+    def discard(self) -> list[Key]:
+        self._speculations.clear()
+        if self._drafter is not None:
+            self._drafter.discard()
+        return super().discard()
+
+    def statistics(self, key: Key) -> Statistics:
+        """What speculation has done for a row."""
+        return self._speculations[key].statistics.copy()
+
+    # -- proposals
+
+    def _room(self, row: Row) -> int:
+        """Proposals that a row can use: its last token never needs one."""
+        return row.request.max_tokens - row.drawn - 1
+
+    def _widest(self) -> int:
+        """Proposals that any window may have now."""
+        state = self._state
+        assert isinstance(state, Rows)
+        return min(WIDEST, state.widest, state.unconverted()) - 1
+
+    def _waits(self) -> bool:
+        """Whether the sample in flight is likely enough to confirm a span that is worth verifying."""
+        if not self._costs.known or (most := self._widest()) < 1:
+            return False
+        chances = []
+        for key, row in self._rows.items():
+            echo = self._speculations[key].echo
+            n = min(most, self._room(row) - 1) + 1
+            chances.append(echo.chances(len(echo.propose(n))) if echo is not None and n > 1 and not row.ended else [])
+        return any(chances) and worth_waiting(chances, self._costs)
+
+    def _windows(self) -> list[_Window]:
+        """The rows' windows, in any order; nothing if a plain step is as good."""
+        most = self._widest()
+        if most < 1:
+            return []
+        spans = self._spans(most)
+        drafts = self._drafts(most, spans)
+        if not any(spans.values()) and not any(drafts.values()):
+            return []
+        windows = []
+        for key, row in self._rows.items():
+            span = spans.get(key, [])
+            proposals = _until(row.request.eos, span or drafts.get(key, []))
+            origin = None
+            if span:
+                echo = self._speculations[key].echo
+                assert echo is not None
+                origin = echo.origin
+            samplers = row.sampler.supposing(proposals)
+            windows.append(_Window(row, proposals[: len(samplers) - 1], origin, samplers))
+        return windows if any(window.proposals for window in windows) else []
+
+    def _spans(self, most: int) -> dict[Key, list[int]]:
+        """Each row's span, cut to the depth that pays for all."""
+        spans, chances = {}, {}
+        for key, row in self._rows.items():
+            echo = self._speculations[key].echo
+            span = echo.propose(min(most, self._room(row))) if echo is not None else []
+            spans[key] = span
+            chances[key] = echo.chances(len(span)) if echo is not None else []
+        if self._costs.known:
+            depth = best_depth(list(chances.values()), self._costs)
+        else:
+            depth = _FIXED if any(each and each[0] > 0.8 for each in chances.values()) else 0
+        return {key: span[:depth] for key, span in spans.items()}
+
+    def _drafts(self, most: int, spans: Mapping[Key, Sequence[int]]) -> dict[Key, list[int]]:
+        """What the drafter proposes for the rows without a span."""
+        if self._drafter is None or self._depth is None:
+            return {}
+        asked = [
+            Asked(key, row.pending, row.sampler, max(min(self._room(row), most), 0))
+            for key, row in self._rows.items()
+            if self._speculations[key].drafts and not spans[key]
+        ]
+        if not asked:
+            return {}
+        depth = self._depth.next(max(row.most for row in asked), [row.key for row in asked])
+        if depth < 1:
+            return {}
+        began = time.perf_counter()
+        drafts = self._drafter.draft(asked, depth)
+        seconds = time.perf_counter() - began
+        for row in asked:
+            self._speculations[row.key].statistics.draft_s += seconds
+        return {row.key: draft[: row.most] for row, draft in zip(asked, drafts, strict=True)}
+
+    # -- a round
+
+    def _round(self, windows: Sequence[_Window], emit: Emit) -> None:
+        """Verify windows: one forward, and each row's samples up to the first that was not proposed."""
+        state = self._state
+        assert isinstance(state, Rows)
+        began = time.perf_counter()
+        width = 1 + max(len(window.proposals) for window in windows)
+        turn = state.begin(width, reversible=True)
+        of = {window.row.key: window for window in windows}
+        ordered = [of[key] for key in state.order]
+        ids = [_padded(window, width) for window in ordered]
+        with turn.forward() as caches:
+            (hidden,) = self._forward.run([Group(mx.array(ids, dtype=mx.int32), caches)])
+        draw = sample(self._logits(hidden, ordered, width), [one for window in ordered for one in window.samplers])
+        samples = draw.read()
+        seconds = time.perf_counter() - began
+        self._free_at = time.perf_counter()
+        kept: list[int] = []
+        covered: list[Covered] = []
+        events: list[Event] = []
+        for window, tokens in zip(ordered, ids, strict=True):
+            own, samples = samples[: len(window.samplers)], samples[len(window.samplers) :]
+            kept.append(self._take(window, own, seconds, events))
+            covered.append(Covered(window.row.key, tokens[: kept[-1]]))
+        emit(events)
+        turn.resolve(kept)
+        self._costs.saw_round(len(ordered), width, seconds)
+        if self._drafter is not None:
+            self._drafter.commit(covered, hidden if self._drafter.reads_hidden else None)
+        self._drop([window.row.key for window in ordered if window.row.ended])
+
+    def _logits(self, hidden: mx.array, windows: Sequence[_Window], width: int) -> mx.array:
+        """Logits [N, V] of all windows' positions, those of padding left out."""
+        flat = hidden.reshape(-1, 1, hidden.shape[-1])
+        lengths = [len(window.samplers) for window in windows]
+        if any(length < width for length in lengths):
+            index = [row * width + i for row, length in enumerate(lengths) for i in range(length)]
+            flat = flat[mx.array(index, dtype=mx.int32)]
+        return self._forward.head(flat)[:, 0]
+
+    def _take(self, window: _Window, samples: Sequence[Sample], seconds: float, events: list[Event]) -> int:
+        """Let a row take its samples; how many tokens of its window stay."""
+        row, speculation = window.row, self._speculations[window.row.key]
+
+        def ends(i: int) -> bool:
+            row.sampler.advance(mx.array([samples[i].token], dtype=mx.uint32))
+            event = row.take(samples[i])
+            self._saw(speculation, event)
+            events.append(event)
+            return row.ended
+
+        first = len(events)
+        verdict = accept(window.proposals, [one.token for one in samples], ends)
+        drafted = len(window.proposals)
+        speculation.statistics.forwards += 1
+        speculation.statistics.verify_s += seconds
+        _counts(speculation.statistics, window.origin).saw(drafted, verdict.accepted)
+        if window.origin is None and self._depth is not None and drafted:
+            # Behind the row's end nothing was wrong: it was not looked at.
+            seen = verdict.emitted if row.ended else drafted
+            self._depth.saw(row.key, min(drafted, seen), verdict.accepted)
+        events.insert(first, Speculated(row.key, speculation.statistics.copy()))
+        return verdict.emitted
+
+    # -- plain steps
+
+    def _deliver(self, flight: Flight, emit: Emit) -> None:
+        if flight.read:
+            return
+        pending = {row.key: row.pending for row in flight.rows if not row.ended}
+
+        def told(events: Sequence[Event]) -> None:
+            out: list[Event] = []
+            for event in events:
+                speculation = self._speculations[event.key]
+                speculation.statistics.forwards += 1
+                self._saw(speculation, event)
+                if not isinstance(event, Drawn) or event.ended:
+                    out.append(Speculated(event.key, speculation.statistics.copy()))
+                out.append(event)
+            emit(out)
+
+        super()._deliver(flight, told)
+        if self._drafter is not None and pending:
+            self._drafter.commit([Covered(key, [token]) for key, token in pending.items()], None)
+
+    def _time(self, flight: Flight) -> None:
+        timed = flight.timed
+        super()._time(flight)
+        if not timed:
+            self._costs.saw_plain(*self._timings[-1])
+
+    def _drop(self, keys: list[Key]) -> None:
+        for key in keys:
+            self._speculations.pop(key, None)
+            if self._depth is not None:
+                self._depth.forget(key)
+        super()._drop(keys)
+
+    def _keep(self, state: Rows) -> None:
+        if self._drafter is None:
+            super()._keep(state)
+            return
+        follows = self._drafter.prepare(keep=self._rows.keys(), join={})
+        commit(state.prepare(keep=self._rows), *follows.prepared)
+        follows.commit()
+
+    def _saw(self, speculation: Speculation, event: Event) -> None:
+        """A row has drawn a token, by whatever kind of forward."""
+        if isinstance(event, Drawn):
+            speculation.statistics.generated += 1
+            if speculation.echo is not None:
+                speculation.echo.observe(event.sample.token)
+
+
+def _known(row: Row, companion: Companion | None) -> Companion:
+    """What a drafter is given of a row that joins: at least its text."""
+    return companion or Companion(COLD, [*row.request.prompt, *row.request.forced])
+
+
+def _until(ends: frozenset[int], proposals: Sequence[int]) -> list[int]:
+    """The proposals before the first one that would end the row: behind it nothing is drawn."""
+    return list(takewhile(lambda token: token not in ends, proposals))
+
+
+def _padded(window: _Window, width: int) -> list[int]:
+    pending = window.row.pending
+    return [pending, *window.proposals, *[pending] * (width - 1 - len(window.proposals))]
+
+
+def _counts(statistics: Statistics, origin: Origin | None) -> Counts:
+    return statistics.echo if origin is Origin.SOURCE else statistics.drafts

@@ -1,0 +1,121 @@
+"""Owns the interface every drafter meets: what a group of rows asks of whoever proposes their next tokens.
+
+What a drafter proposes never changes what is drawn, so anything may stand behind it. A drafter with state of its own
+keeps a *companion* of each row, which covers the tokens that the row's state covers; some of them may be *owed*, known
+and not yet processed, until the next draft or until the state is wanted whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlxbcd.sampling.sampler import RowSampler
+from mlxbcd.state.geometry import Key
+from mlxbcd.state.rows import PreparedChange, RowState
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A row that wants proposals.
+
+    Attributes:
+        pending: its newest token, which no forward has read.
+        sampler: how its next tokens will be drawn; to be copied, never advanced.
+        most: proposals that it has room for, perhaps none.
+    """
+
+    key: Key
+    pending: int
+    sampler: RowSampler
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """Tokens of a row that the target has processed for good."""
+
+    key: Key
+    tokens: Sequence[int]
+
+
+@dataclass(slots=True)
+class Companion:
+    """A drafter's state of a row outside any group.
+
+    Attributes:
+        state: what it has processed.
+        owed: tokens behind those that the target has processed and it has not.
+        hidden: the target's hidden states for these, [1, n, D], for a drafter that reads them.
+    """
+
+    state: RowState
+    owed: list[int]
+    hidden: mx.array | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row that it stands for."""
+        return self.state.length + len(self.owed)
+
+
+class Change(Protocol):
+    """A drafter's half of a membership change, ready to commit."""
+
+    @property
+    def prepared(self) -> Sequence[PreparedChange]:
+        """Changes of its collections, to be committed together with the target's."""
+        ...
+
+    def commit(self) -> None:
+        """What is left to do then. Cannot fail."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes tokens for the rows of one group. On the device thread.
+
+    Attributes:
+        name: what requests call it.
+        reads_hidden: it wants the target's final hidden states of all tokens that are covered.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reads_hidden(self) -> bool: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its state."""
+        ...
+
+    def prepare(self, *, keep: Collection[Key], join: Mapping[Key, Companion]) -> Change:
+        """Prepare a change: rows not in `keep` leave, those in `join` enter."""
+        ...
+
+    def draft(self, rows: Sequence[Asked], depth: int) -> list[list[int]]:
+        """Proposals for each row, 0 … min(depth, its `most`) of them. Rows that aren't asked about stay as they are."""
+        ...
+
+    def commit(self, covered: Sequence[Covered], hidden: mx.array | None) -> None:
+        """Follow the target: what a draft has run ahead is taken back or kept, and what it lacks is owed.
+
+        Args:
+            covered: of every row, tokens processed since the last commit.
+            hidden: [B, N, D] of these tokens, rows in the same order, each from position 0 on; None where the drafter
+                does not read it.
+        """
+        ...
+
+    def capture(self, key: Key) -> Companion:
+        """An independent copy of a row's companion, with nothing owed."""
+        ...
+
+    def discard(self) -> None:
+        """Let all rows go."""
+        ...
