@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from mlxbcd.device import Device
 from mlxbcd.engine.engine import Engine
 from mlxbcd.engine.faults import DeviceFault
-from mlxbcd.engine.runner import PieceCost, Report
+from mlxbcd.engine.runner import Leaving, PieceCost, Report
 from mlxbcd.engine.scheduler import Iteration, Policy
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.events import Drawn, Emit, End, Failed, Prefilled
@@ -55,12 +55,13 @@ class FakeRunner:
         self.on_iterate: Callable[[Iteration], None] = lambda iteration: None
 
     def iterate(
-        self, iteration: Iteration, start: Sequence[tuple[Key, Request]], leave: Sequence[Key], emit: Emit
+        self, iteration: Iteration, start: Sequence[tuple[Key, Request]], leave: Sequence[Leaving], emit: Emit
     ) -> Report:
         self.threads.add(threading.get_ident())
         self.iterations.append(iteration)
         self.on_iterate(iteration)
-        for key in leave:
+        for leaving in leave:
+            key = leaving.key
             self.left.append(key)
             self.rows.pop(key, None)
             self.decoding.discard(key)

@@ -369,7 +369,7 @@ async def settled(bench: Bench) -> None:
     while bench.engine._work.is_set() or bench.engine.report.running:
         await bench.device.run(int)
     assert bench.engine._entries == {}
-    assert bench.engine._leaving == set()
+    assert bench.engine._leaving == {}
     assert not bench.engine._inbox
     assert bench.runner.rows == {}
     assert bench.runner.decoding == set()

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from mlxbcd.engine.executor import Executor
-from mlxbcd.engine.runner import Report
+from mlxbcd.engine.runner import Leaving, Report
 from mlxbcd.engine.scheduler import Iteration, Piece
 from mlxbcd.methods.autoregressive import Ahead
 from mlxbcd.methods.events import Drawn, Event, Failed
@@ -130,10 +130,11 @@ class Driver:
         decode: bool = True,
         piece: tuple[Key, int] | None = None,
         start: Sequence[tuple[Key, Request]] = (),
-        leave: Sequence[Key] = (),
+        leave: Sequence[Key | Leaving] = (),
     ) -> Report:
         planned = Piece(*piece, ends=True) if piece is not None else None
-        self.report = self.executor.iterate(Iteration(decode, planned), start, leave, self.events.extend)
+        parting = [each if isinstance(each, Leaving) else Leaving(each) for each in leave]
+        self.report = self.executor.iterate(Iteration(decode, planned), start, parting, self.events.extend)
         return self.report
 
     def prefill(self, key: Key, request: Request, widths: Sequence[int] = (), *, decode: bool = True) -> None:

@@ -13,16 +13,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol, cast
 
 from mlxbcd.device import Device
 from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.faults import DeviceFault
-from mlxbcd.engine.runner import Report, Runner
+from mlxbcd.engine.runner import Leaving, Report, Runner
 from mlxbcd.engine.scheduler import Iteration, Policy, Running, State, Waiting, decide
 from mlxbcd.errors import ServeError, outline
 from mlxbcd.methods.events import Drawn, End, Event, Failed, Prefilled, owner, row_key
-from mlxbcd.plan.request import Request
+from mlxbcd.plan.request import Priority, Request
 from mlxbcd.sampling.sampler import Sample
 from mlxbcd.state.geometry import Key, capacity_for
 
@@ -54,6 +55,28 @@ class Listener(Protocol):
         ...
 
 
+class Held(Protocol):
+    """A prefix of a prompt that is ready to be restored, for as long as somebody holds it."""
+
+    @property
+    def length(self) -> int:
+        """Tokens it covers."""
+        ...
+
+    def release(self) -> None:
+        """Let it go. Idempotent."""
+        ...
+
+
+class Activity(Enum):
+    """What an engine does, for those who must not get in its way."""
+
+    IDLE = "idle"
+    BUSY = "busy"
+    INTERACTIVE = "interactive"
+    """Somebody watches what it does."""
+
+
 @dataclass(slots=True)
 class Entry:
     """A submitted request on the loop's side.
@@ -66,6 +89,7 @@ class Entry:
         position: how many of the prompt's tokens have been processed.
         started: it has, or is about to get, a state on the device.
         prefilled: its first token is out.
+        held: what it will be restored from, until it has been.
     """
 
     key: int
@@ -78,10 +102,17 @@ class Entry:
     position: int = 0
     started: bool = False
     prefilled: bool = False
+    held: Held | None = None
 
     def __repr__(self) -> str:
         phase = "decoding" if self.prefilled else f"{self.position}/{self.total}" if self.started else "queued"
         return f"Entry({self.key}, {phase})"
+
+    def release(self) -> None:
+        """Let what it was to be restored from go."""
+        held, self.held = self.held, None
+        if held is not None:
+            held.release()
 
     def need(self, token_bytes: float) -> int:
         """Bytes that its rows' states may come to need."""
@@ -107,6 +138,7 @@ class Engine:
         on_fault: told once when the device can't be trusted any more; every request has failed by then.
         costs: what an earlier engine has learnt about this model on this machine.
         shed: asked to let go of this many bytes that no row needs, before a request has to wait for them.
+        active: told whenever what it does changes.
 
     Attributes:
         costs: what the scheduler has learnt about this machine.
@@ -123,6 +155,7 @@ class Engine:
         *,
         costs: Costs | None = None,
         shed: Callable[[int], None] = lambda wanted: None,
+        active: Callable[[Activity], None] = lambda activity: None,
     ) -> None:
         self.costs = costs or Costs()
         self.report = Report()
@@ -132,9 +165,11 @@ class Engine:
         self._runner: Runner | None = runner
         self._on_fault = on_fault
         self._shed = shed
+        self._active = active
+        self._activity = Activity.IDLE
         self._entries: dict[int, Entry] = {}
         self._keys = itertools.count(1)
-        self._leaving: set[Key] = set()
+        self._leaving: dict[Key, Leaving] = {}
         self._served: dict[str, float] = {}
         self._pieces = 0
         self._stepped = 0.0
@@ -170,13 +205,24 @@ class Engine:
         """Requests that wait for a place."""
         return sum(not entry.started for entry in self._entries.values())
 
-    def submit(self, request: Request, listener: Listener, client: str = "") -> int:
+    def submit(self, request: Request, listener: Listener, client: str = "", *, held: Held | None = None) -> int:
         """Queue a request; its listener hears the rest. Returns the key to `cancel` it with.
+
+        Args:
+            held: a prefix of its prompt to be restored; released once it is, or if this raises.
 
         Raises:
             ServeError: shutting_down or device_error, the engine has stopped; bad_request or out_of_memory, it could
                 never run.
         """
+        try:
+            return self._submit(request, listener, client, held)
+        except ServeError:
+            if held is not None:
+                held.release()
+            raise
+
+    def _submit(self, request: Request, listener: Listener, client: str, held: Held | None) -> int:
         if self._refusal is not None:
             raise ServeError(self._refusal.code, self._refusal.message)
         if request.candidates > self._policy.row_limit(request.priority):
@@ -185,7 +231,8 @@ class Engine:
         key = next(self._keys)
         total = len(request.prompt) + len(request.forced)
         alive = set(range(request.candidates))
-        entry = Entry(key, request, listener, client, time.monotonic(), total, alive)
+        position = held.length if held is not None else 0
+        entry = Entry(key, request, listener, client, time.monotonic(), total, alive, position, held=held)
         self._check_need(entry)
         # One that comes back has no claim to what it did not use in the meantime.
         present = [self._served.get(other.client, 0.0) for other in self._entries.values()]
@@ -195,10 +242,16 @@ class Engine:
         self._work.set()
         return key
 
-    def cancel(self, key: int, candidate: int | None = None) -> None:
+    def cancel(
+        self, key: int, candidate: int | None = None, *, stopped: int | None = None, superseded: bool = False
+    ) -> None:
         """Forget a request, or one candidate of it: its listener hears nothing more of that. Idempotent.
 
         Rows leave at the next boundary.
+
+        Args:
+            stopped: the text has ended with so many samples, so its state is kept as if it had ended by itself.
+            superseded: one much like it comes, so what has been processed of its prompt is kept.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -208,7 +261,9 @@ class Engine:
         if not entry.alive:
             self._forget(entry)
         if entry.started:
-            self._leaving.update(row_key(key, each) for each in gone)
+            for each in gone:
+                row = row_key(key, each)
+                self._leaving[row] = Leaving(row, stopped, superseded)
             self._work.set()
 
     async def drain(self) -> None:
@@ -230,7 +285,8 @@ class Engine:
         try:
             while self._refusal is None:
                 iteration, bill, start = self._decide()
-                leave, self._leaving = tuple(self._leaving), set()
+                leave, self._leaving = tuple(self._leaving.values()), {}
+                self._tell_activity()
                 if iteration.blocked:
                     self._shed(iteration.blocked)
                 if iteration.empty and not leave:
@@ -288,6 +344,14 @@ class Engine:
             self._token_bytes = report.token_bytes
             for entry in [entry for entry in self._entries.values() if not entry.started]:
                 self._recheck(entry)
+
+    def _tell_activity(self) -> None:
+        started = [entry.request.priority for entry in self._entries.values() if entry.started]
+        interactive = Priority.INTERACTIVE in started
+        activity = Activity.INTERACTIVE if interactive else Activity.BUSY if started else Activity.IDLE
+        if activity is not self._activity:
+            self._activity = activity
+            self._active(activity)
 
     def _charge(self, bill: _Bill, report: Report) -> None:
         """Put the device's time on the accounts of those it was spent for."""
@@ -350,6 +414,7 @@ class Engine:
     def _tell(self, entry: Entry, event: Event) -> None:
         match event:
             case Prefilled(position=position):
+                entry.release()
                 entry.position = position
                 entry.listener.prefilled(position, entry.total)
             case Drawn(sample=sample, ended=reason):
@@ -373,6 +438,7 @@ class Engine:
 
     def _forget(self, entry: Entry) -> None:
         self._entries.pop(entry.key, None)
+        entry.release()
         if not self._entries:
             # Nobody is left to be fair to.
             self._served.clear()

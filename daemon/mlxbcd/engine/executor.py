@@ -11,7 +11,8 @@ from typing import Final
 import mlx.core as mx
 
 from mlxbcd.engine.faults import classify
-from mlxbcd.engine.runner import PieceCost, Report
+from mlxbcd.engine.reuse import Reuse
+from mlxbcd.engine.runner import Leaving, PieceCost, Report
 from mlxbcd.engine.scheduler import Iteration, Piece
 from mlxbcd.errors import ServeError, outline
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Row
@@ -23,7 +24,7 @@ from mlxbcd.sampling.sampler import Draw, RowSampler, sample
 from mlxbcd.state.alone import AloneRow
 from mlxbcd.state.composition import Composition
 from mlxbcd.state.geometry import Key, capacity_for
-from mlxbcd.state.rows import COLD, Joiner, Rows, commit
+from mlxbcd.state.rows import Joiner, Rows
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Preparing:
         position: how many of them are processed. With all of them the first sample is out, and the row joins before
             the next decode step.
         planned: the position is a planned end.
+        settled: the last planned end.
     """
 
     key: Key
@@ -48,6 +50,11 @@ class Preparing:
     state: Rows | AloneRow
     position: int = 0
     planned: bool = True
+    settled: int = 0
+
+    @property
+    def request(self) -> Request:
+        return self.rows[0].request
 
     def __repr__(self) -> str:
         return f"Preparing({self.key}: {self.position}/{len(self.tokens)})"
@@ -60,6 +67,7 @@ class Executor:
     Attributes:
         vocab_size: width of the model's logits.
         steps: builds decode steps; eagerly if there is nothing.
+        reuse: what rows take from the prefix cache and leave in it.
     """
 
     forward: Forward
@@ -67,6 +75,7 @@ class Executor:
     vocab_size: int
     ahead: Ahead
     steps: StepBuilder | None = None
+    reuse: Reuse = field(default_factory=Reuse)
     _group: DecodeGroup = field(init=False)
     _preparing: dict[Key, Preparing] = field(default_factory=dict, init=False)
     _ready: dict[Key, Preparing] = field(default_factory=dict, init=False)
@@ -76,7 +85,7 @@ class Executor:
     def __post_init__(self) -> None:
         # Decode steps are one token wide, so a sliding window needs no room beyond itself.
         state = Rows(self.composition, widest=1) if self.composition.batches else None
-        self._group = DecodeGroup(self.forward, state, self.ahead, self.steps)
+        self._group = DecodeGroup(self.forward, state, self.ahead, self.steps, self._settled)
 
     def __repr__(self) -> str:
         return f"Executor({self._group}, {list(self._preparing.values())}, ready {list(self._ready)})"
@@ -85,7 +94,7 @@ class Executor:
         self,
         iteration: Iteration,
         start: Sequence[tuple[Key, Request]],
-        leave: Sequence[Key],
+        leave: Sequence[Leaving],
         emit: Emit,
     ) -> Report:
         """See `Runner.iterate`."""
@@ -114,6 +123,7 @@ class Executor:
 
     def close(self) -> None:
         """See `Runner.close`."""
+        self._guard(lambda: self._group.keep(_nobody, _resumable, self._settled), _nobody)
         self._group.discard()
         self._preparing.clear()
         self._ready.clear()
@@ -131,25 +141,30 @@ class Executor:
             state: Rows | AloneRow
             if self.composition.batches:
                 state = Rows(self.composition)
-                commit(state.prepare(join=[Joiner(key, COLD, len(tokens))]))
+                position = self.reuse.begin(key, request, tokens, state)
             else:
                 state = AloneRow(self.composition, key)
+                position = 0
         except Exception as error:
             self._fail([key], error, emit)
         else:
-            self._preparing[key] = Preparing(key, rows, tokens, state)
-            emit([Prefilled(key, 0)])
+            self._preparing[key] = Preparing(key, rows, tokens, state, position, settled=position)
+            emit([Prefilled(key, position)])
 
-    def _let_leave(self, keys: Sequence[Key], emit: Emit) -> None:
-        for key in keys:
-            request, candidate = owner(key)
+    def _let_leave(self, leave: Sequence[Leaving], emit: Emit) -> None:
+        for leaving in leave:
+            request, candidate = owner(leaving.key)
+            if leaving.superseded and (given_up := self._preparing.get(request)) is not None:
+                self._keep(given_up, given_up.settled)
             for preparing in (self._preparing.get(request), self._ready.get(request)):
                 if preparing is not None:
                     preparing.rows = [row for row in preparing.rows if owner(row.key)[1] != candidate]
                     if not preparing.rows:
                         self._preparing.pop(request, None)
                         self._ready.pop(request, None)
-        self._guard(lambda: self._group.leave(keys, emit), emit)
+        keys = [leaving.key for leaving in leave]
+        stopped = {leaving.key: leaving.stopped for leaving in leave if leaving.stopped is not None}
+        self._guard(lambda: self._group.leave(keys, emit, stopped), emit)
 
     def _let_join(self, emit: Emit) -> None:
         """Move the rows whose prompt is processed into the decode group; one that can't join fails alone."""
@@ -170,12 +185,23 @@ class Executor:
         self._guard(lambda: self._group.step(emit), emit)
         self._steps += 1
         if self._steps % _CLEAR_EVERY_STEPS == 0:
-            self._guard(lambda: self._group.settle(emit), emit)
+            self._guard(lambda: self._group.keep(emit, _resumable, self._settled), emit)
             mx.clear_cache()
+
+    def _settled(self, row: Row, state: Rows) -> None:
+        """A row has ended, or may have to be continued elsewhere."""
+        self.reuse.settled(row.key, row.request, row.sequence, state)
+
+    def _keep(self, preparing: Preparing, length: int) -> None:
+        if isinstance(preparing.state, Rows):
+            self.reuse.keep(preparing.key, preparing.request, preparing.tokens, length, preparing.state)
 
     def _prefill(self, piece: Piece, emit: Emit) -> PieceCost | None:
         preparing = self._preparing[piece.key]
         context = preparing.position
+        if piece.begin not in (None, context):
+            # It was restored further than anybody knew, or not as far: the next piece is another one.
+            return None
         try:
             draw, written = self._advance(preparing, piece)
             self._guard(self._group.wait, emit)
@@ -190,8 +216,12 @@ class Executor:
         if piece.ends:
             # Decode has no use for activations of that size, and whatever was submitted has been computed by now.
             mx.clear_cache()
+            preparing.settled = preparing.position
+            if preparing.position in preparing.request.boundaries:
+                self._keep(preparing, preparing.position)
         events: list[Event] = [Prefilled(piece.key, preparing.position)]
         if samples:
+            request = preparing.request
             del self._preparing[piece.key]
             self._token_bytes = preparing.state.nbytes / capacity_for(len(preparing.tokens))
             events += [row.take(drawn) for row, drawn in zip(preparing.rows, samples, strict=True)]
@@ -199,6 +229,8 @@ class Executor:
             if preparing.rows:
                 self._ready[piece.key] = preparing
         emit(events)
+        if samples and isinstance(preparing.state, Rows):
+            self.reuse.prompt_done(piece.key, request, preparing.tokens, preparing.state)
         return PieceCost(piece.width, context, seconds)
 
     def _advance(self, preparing: Preparing, piece: Piece) -> tuple[Draw | None, list[mx.array]]:
@@ -234,3 +266,12 @@ class Executor:
         else:
             log.error("the forward of rows %s failed: %s", list(keys), outline(error))
         emit([Failed(key, failure) for key in keys])
+
+
+def _nobody(events: Sequence[Event]) -> None:
+    """Nobody is told."""
+
+
+def _resumable(row: Row) -> bool:
+    """Whether a row's state is kept while it is generated, and has changed since."""
+    return row.request.caching.checkpoints and row.drawn > row.kept

@@ -22,6 +22,20 @@ class PieceCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """A row that leaves although it has not ended by itself.
+
+    Attributes:
+        stopped: samples that it ends with, where its text has ended; None where it is given up.
+        superseded: one much like it comes.
+    """
+
+    key: Key
+    stopped: int | None = None
+    superseded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What an iteration cost, and what is left on the device after it.
 
@@ -50,7 +64,7 @@ class Runner(Protocol):
         self,
         iteration: Iteration,
         start: Sequence[tuple[Key, Request]],
-        leave: Sequence[Key],
+        leave: Sequence[Leaving],
         emit: Emit,
     ) -> Report:
         """Let rows leave and enter, then run the iteration's groups; tell `emit` as soon as something is known.

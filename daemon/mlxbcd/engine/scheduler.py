@@ -143,12 +143,17 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A prefill forward: the next `width` prompt tokens of one row, up to a planned end or not."""
+    """A prefill forward: the next `width` prompt tokens of one row, up to a planned end or not.
+
+    Attributes:
+        begin: the position it was decided for; a row that turns out to be elsewhere does not run it.
+    """
 
     key: Key
     width: int
     ends: bool
     phase: Phase = Phase.TAIL
+    begin: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +203,7 @@ def decide(state: State, costs: Costs, policy: Policy) -> Iteration:
     width = min(costs.width(budget, row.position), left)
     whole = width == left and row.position % policy.planned_chunk == 0
     phase = Phase.DECODE if width == 1 else Phase.CHUNK if whole else Phase.TAIL
-    return Iteration(decode, Piece(row.key, width, width == left, phase), blocked)
+    return Iteration(decode, Piece(row.key, width, width == left, phase, row.position), blocked)
 
 
 def _candidates(state: State, policy: Policy) -> tuple[list[Waiting], int]:

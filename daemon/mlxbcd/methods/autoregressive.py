@@ -15,9 +15,10 @@ read first, so the next step starts from tokens known to the host.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
 import mlx.core as mx
 
@@ -47,8 +48,11 @@ class Row:
         sampler: draws its tokens; its index counts draws made, those in flight included.
         pending: newest sample read, the input of its next forward.
         drawn: samples read so far, forced tokens included.
+        tokens: those samples, without the forced ones.
         ended: it draws no more.
+        failed: it ended with an error.
         poisoned: its logits held NaN or Inf, so its slot must be cleaned when it leaves.
+        kept: samples read when its state was last kept.
     """
 
     key: Key
@@ -56,15 +60,29 @@ class Row:
     sampler: RowSampler
     pending: int = -1
     drawn: int = 0
+    tokens: list[int] = field(default_factory=list)
     ended: bool = False
+    failed: bool = False
     poisoned: bool = False
+    kept: int = 0
+
+    @property
+    def sequence(self) -> list[int]:
+        """All its tokens, from the prompt on. Its state covers the first ones; not the last, as long as it runs."""
+        return [*self.request.prompt, *self.request.forced, *self.tokens]
+
+    def stop(self, drawn: int) -> None:
+        """It ends with the first `drawn` of its samples, forced ones included: what came after is nobody's."""
+        del self.tokens[max(drawn - len(self.request.forced), 0) :]
+        self.ended = True
 
     def take(self, sample: Sample) -> Event:
         """Read a sample, and tell by the precedence of one token whether the row ends with it."""
         self.drawn += 1
         self.pending = sample.token
+        self.tokens.append(sample.token)
         if not sample.finite:
-            self.ended = self.poisoned = True
+            self.ended = self.failed = self.poisoned = True
             message = "the model's output for this request held NaN or infinity, so it was ended; retry it"
             return Failed(self.key, ServeError("device_error", message))
         end: End | None = None
@@ -75,7 +93,7 @@ class Row:
             constraint.accept(sample.token)
             end = "complete" if constraint.complete else None
         if constraint is not None and constraint.fault:
-            self.ended = True
+            self.ended = self.failed = True
             message = f"the grammar can't be followed any further ({constraint.fault}); simplify it"
             return Failed(self.key, ServeError("grammar_invalid", message))
         if end is None and self.drawn >= self.request.max_tokens:
@@ -123,10 +141,19 @@ class DecodeGroup:
         forward: the model.
         state: an empty collection, or None for a model whose rows run alone (then `adopt` brings the state).
         steps: builds the steps; eagerly by default.
+        ended: told of each row that has ended without an error, with the state that it is still in.
     """
 
-    def __init__(self, forward: Forward, state: Rows | None, ahead: Ahead, steps: StepBuilder | None = None) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        state: Rows | None,
+        ahead: Ahead,
+        steps: StepBuilder | None = None,
+        ended: Callable[[Row, Rows], None] = lambda row, state: None,
+    ) -> None:
         self._steps: StepBuilder = steps or EagerSteps(forward)
+        self._ended = ended
         self._samplers: Samplers | None = None
         self._state: Rows | AloneRow | None = state
         self._ahead = ahead
@@ -166,10 +193,17 @@ class DecodeGroup:
         self._state = state
         self._rows[row.key] = row
 
-    def leave(self, keys: Iterable[Key], emit: Emit) -> None:
-        """Drop rows between steps. Unknown keys are ignored."""
+    def leave(self, keys: Iterable[Key], emit: Emit, stopped: Mapping[Key, int] = MappingProxyType({})) -> None:
+        """Drop rows between steps. Unknown keys are ignored.
+
+        Args:
+            stopped: rows that end with so many of their samples, found out elsewhere.
+        """
         leaving = [key for key in keys if key in self._rows]
         if leaving:
+            for key in leaving:
+                if key in stopped and not self._rows[key].ended:
+                    self._rows[key].stop(stopped[key])
             self.settle(emit)
             # One that ended with the step just read has gone already.
             self._drop([key for key in leaving if key in self._rows])
@@ -199,6 +233,15 @@ class DecodeGroup:
                 return
         ahead.submit()
         self._flight = ahead
+
+    def keep(self, emit: Emit, due: Callable[[Row], bool], keep: Callable[[Row, Rows], None]) -> None:
+        """Settle, and show the rows that are due, with their state, to who keeps it."""
+        self.settle(emit)
+        if isinstance(self._state, Rows):
+            for row in self._rows.values():
+                if due(row):
+                    row.kept = row.drawn
+                    keep(row, self._state)
 
     def wait(self) -> None:
         """Wait until what is in flight has been computed, so that whatever comes next has the device to itself."""
@@ -284,7 +327,12 @@ class DecodeGroup:
         if not keys:
             return
         for key in keys:
-            if self._rows.pop(key).poisoned and isinstance(self._state, Rows):
+            row = self._rows.pop(key)
+            if not isinstance(self._state, Rows):
+                continue
+            if row.ended and not row.failed:
+                self._ended(row, self._state)
+            if row.poisoned:
                 self._state.scrub(key)
         self._samplers = None
         if isinstance(self._state, Rows):

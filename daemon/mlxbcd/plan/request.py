@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -58,6 +58,34 @@ class Constraint(Protocol):
         ...
 
 
+class Keep(Enum):
+    """Where a request's states may be kept for others."""
+
+    NOT = "none"
+    RAM = "ram"
+    DISK = "disk"
+    """In RAM, and behind that on disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caching:
+    """What a request takes from the prefix cache and leaves in it.
+
+    Attributes:
+        read: it may be restored from what others left.
+        keep: where its own states go.
+        session: the conversation it belongs to, for what is let go first; empty for none.
+        shared: prompt tokens that many other prompts begin with.
+        checkpoints: the state is kept while it is generated, so that it can be continued elsewhere.
+    """
+
+    read: bool = False
+    keep: Keep = Keep.NOT
+    session: str = ""
+    shared: int = 0
+    checkpoints: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How a row's tokens are drawn. Values are in range: the wire has checked them.
@@ -107,7 +135,9 @@ class Request:
         prompt: token ids, at least one.
         candidates: outputs to draw from one prefill, each with noise of its own.
         priority: which class it is scheduled in.
-        boundaries: prompt positions, ascending, that are planned ends of its prefill wherever the chunks' own are.
+        boundaries: prompt positions, ascending, that are planned ends of its prefill wherever the chunks' own are; its
+            state is kept there.
+        caching: what it has to do with the prefix cache.
         forced: token ids of an earlier run of the same request; processed like the prompt, but the first new draw has
             index ``len(forced)`` and penalties count them as history.
         max_tokens: draws to make in all, forced ones included.
@@ -127,6 +157,7 @@ class Request:
     candidates: int = 1
     priority: Priority = Priority.NORMAL
     boundaries: tuple[int, ...] = ()
+    caching: Caching = Caching()
 
     def __post_init__(self) -> None:
         if not self.prompt:

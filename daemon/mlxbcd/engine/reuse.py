@@ -1,0 +1,83 @@
+"""Owns what rows take from the prefix cache and leave in it. On the device thread.
+
+Nothing here may fail a request: a state that can't be restored is computed, and one that can't be kept is not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlxbcd.cache.service import Space
+from mlxbcd.errors import outline
+from mlxbcd.plan.request import Keep, Request
+from mlxbcd.plan.snapshots import LEAST
+from mlxbcd.state.geometry import Key
+from mlxbcd.state.rows import COLD, Joiner, Rows, commit
+
+log = logging.getLogger(__name__)
+
+
+class Reuse:
+    """The executor's side of one model's part of the prefix cache.
+
+    Attributes:
+        space: that part; None while the model's identity isn't known, or where its states can't be kept.
+    """
+
+    def __init__(self) -> None:
+        self.space: Space | None = None
+
+    def __repr__(self) -> str:
+        return f"Reuse({self.space})"
+
+    def begin(self, key: Key, request: Request, tokens: Sequence[int], rows: Rows) -> int:
+        """Let a row join an empty collection, with as much of its prompt as is known; how many tokens that are."""
+        if self.space is not None and request.caching.read:
+            lease = self.space.take(tokens, request.caching.session)
+            try:
+                if lease.length:
+                    state = lease.restore(rows.layouts)
+                    commit(rows.prepare(join=[Joiner(key, state, len(tokens))]))
+                    mx.eval([layout.arrays() for layout in rows.layouts])
+                    return lease.length
+            except ValueError as error:
+                log.error("a cached state could not be restored: %s", outline(error))
+            finally:
+                lease.release()
+        commit(rows.prepare(join=[Joiner(key, COLD, len(tokens))]))
+        return 0
+
+    def prompt_done(self, key: Key, request: Request, tokens: Sequence[int], rows: Rows) -> None:
+        """A row in preparation has processed its prompt. Its whole state is kept where it can be cut as needed."""
+        if self.space is not None and self.space.trimmable:
+            self.keep(key, request, tokens, len(tokens), rows)
+
+    def settled(self, key: Key, request: Request, tokens: Sequence[int], rows: Rows) -> None:
+        """A row that decodes has these tokens, and nothing of it is in flight: keep what its state covers of them.
+
+        A state that has read more, tokens that nobody was sent, is cut back, or not kept.
+        """
+        self.keep(key, request, tokens, min(len(tokens), rows.lengths[key]), rows)
+
+    def keep(self, key: Key, request: Request, tokens: Sequence[int], length: int, rows: Rows) -> None:
+        """Keep the state of a row's first `length` tokens for others, where the request and the model allow it."""
+        space, caching = self.space, request.caching
+        if space is None or caching.keep is Keep.NOT or length < LEAST or length < rows.reusable_from(key):
+            return
+        if not space.trimmable and length != rows.lengths[key]:
+            return
+        try:
+            space.publish(
+                tokens,
+                length,
+                rows.layouts,
+                rows.read(key),
+                disk=caching.keep is Keep.DISK,
+                session=caching.session,
+                pinned=caching.shared,
+            )
+        except Exception as error:
+            log.error("a state could not be kept: %s", outline(error))

@@ -1,0 +1,35 @@
+"""Where a prompt's state is kept."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxbcd.plan.snapshots import INTERVAL, LEAST, boundaries
+
+lengths = st.integers(0, 40_000)
+
+
+def test_a_state_that_can_be_cut_needs_no_boundary() -> None:
+    assert boundaries(5000, stable=4990, shared=300, matched=700, trimmable=True) == ()
+
+
+def test_else_it_is_kept_where_the_next_turn_and_other_chats_go_on() -> None:
+    assert boundaries(5000, stable=4990, shared=300, matched=700, trimmable=False) == (300, 700, 4990)
+    assert boundaries(5000, stable=5000, trimmable=False) == (4999,)
+    assert boundaries(20_000, stable=20_000, trimmable=False) == (8192, 16_384, 19_999)
+
+
+def test_what_is_restored_is_not_kept_again() -> None:
+    assert boundaries(5000, stable=4990, shared=300, matched=700, reused=700, trimmable=False) == (4990,)
+
+
+@given(lengths, lengths, lengths, lengths, lengths)
+def test_boundaries_are_ascending_long_enough_and_inside(
+    total: int, stable: int, shared: int, matched: int, reused: int
+) -> None:
+    found = boundaries(total, stable=stable, shared=shared, matched=matched, reused=reused, trimmable=False)
+    assert list(found) == sorted({*found})
+    assert all(LEAST <= n < total and n <= stable and n > reused for n in found)
+    gaps = [b - a for a, b in zip((reused, *found), found, strict=False)]
+    assert all(gap <= INTERVAL for gap in gaps[1:])
