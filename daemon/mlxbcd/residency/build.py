@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ class Built:
     """One model on the device. Touch the executor on the device thread only; the rest are plain values.
 
     Attributes:
+        device: what computes, with its library's version.
         dtype: of its activations.
         bytes: of the weights.
         context: tokens a row may hold.
@@ -35,6 +37,7 @@ class Built:
     """
 
     executor: Executor
+    device: str
     dtype: str
     bytes: int
     context: int
@@ -79,6 +82,7 @@ def _assemble(loaded: Loaded) -> Built:
     executor = Executor(forward, composition, vocab_size, ahead, _steps(forward))
     return Built(
         executor,
+        device=f"{mx.default_device()} mlx {version('mlx')}",
         dtype=loaded.dtype,
         bytes=loaded.bytes,
         context=context_length(loaded.config),

@@ -7,15 +7,16 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from mlxbcd.device import Device
 from mlxbcd.engine.engine import Engine
 from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.scheduler import Policy
 from mlxbcd.errors import ServeError
+from mlxbcd.residency import learned
 from mlxbcd.residency.build import Built, build
 from mlxbcd.residency.names import Resolved, resolve
 from mlxbcd.text.template import ChatTemplate
@@ -27,8 +28,6 @@ log = logging.getLogger(__name__)
 Progress: TypeAlias = Callable[[int, int], None]
 """Takes (done, total) bytes, on the loop's thread."""
 
-_MAX_ROWS: Final = 32
-
 
 @dataclass(slots=True)
 class Resident:
@@ -36,6 +35,7 @@ class Resident:
 
     Attributes:
         loaded_s: seconds the load took.
+        costs_at: where what its engine learns is kept.
         users: those who are about to use it: see `Residency.use`.
     """
 
@@ -45,6 +45,7 @@ class Resident:
     engine: Engine
     built: Built
     loaded_s: float
+    costs_at: Path
     users: int = 0
 
     def __repr__(self) -> str:
@@ -105,6 +106,7 @@ class Residency:
         self.models: dict[Path, Resident] = {}
         self._default: str | None = None
         self._aliases: Mapping[str, str] = {}
+        self._policy = Policy()
         self._device = device
         self._workers = workers
         self._on_fault = on_fault
@@ -186,7 +188,17 @@ class Residency:
 
     async def _close(self, resident: Resident) -> None:
         await resident.engine.close()
+        await self._workers.offload(learned.remember, resident.costs_at, resident.engine.costs)
         await self._device.run(resident.built.close)
+
+    def schedule(self, policy: Policy) -> None:
+        """Take settings of scheduling, for the models in memory too."""
+        self._policy = policy
+        for resident in self.models.values():
+            resident.engine.policy = self._policy_of(resident.built)
+
+    def _policy_of(self, built: Built) -> Policy:
+        return replace(self._policy, max_rows=1) if built.reason else self._policy
 
     # -- loading
 
@@ -227,10 +239,11 @@ class Residency:
         source, began = loading.source, time.monotonic()
         try:
             (tokenizer, template), built = await self._read(loading)
-            policy = Policy(max_rows=1 if built.reason else _MAX_ROWS)
-            engine = Engine(self._device, built.executor, policy, self._on_fault)
+            kept = learned.place(source.path, built.device, built.dtype)
+            costs = await self._workers.offload(learned.recall, kept)
+            engine = Engine(self._device, built.executor, self._policy_of(built), self._on_fault, costs=costs)
             seconds = time.monotonic() - began
-            self.models[source.path] = Resident(source, tokenizer, template, engine, built, seconds)
+            self.models[source.path] = Resident(source, tokenizer, template, engine, built, seconds, kept)
             log.info("loaded %s in %.1f s: %r", source.name, seconds, built)
         finally:
             del self._loading[source.path]

@@ -21,7 +21,7 @@ from mlxbcd.config.settings import Settings
 from mlxbcd.device import Device
 from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.runner import Report
-from mlxbcd.engine.scheduler import planned_chunks
+from mlxbcd.engine.scheduler import Policy, planned_chunks
 from mlxbcd.errors import ServeError
 from mlxbcd.model.blas import BlasReport
 from mlxbcd.plan.freeze import check, check_text, freeze, needs
@@ -148,6 +148,8 @@ class LiveService:
     def _take(self, settings: Settings) -> None:
         self._settings = settings
         self._residency.choose(default=settings.model, aliases=settings.aliases)
+        gap = settings.decode_gap_ms / 1e3 if settings.decode_gap_ms else None
+        self._residency.schedule(Policy(max_rows=settings.max_rows, decode_gap_s=gap))
         logs.set_level(settings.log_level)
 
     # -- start-up and faults
