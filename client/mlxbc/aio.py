@@ -121,13 +121,20 @@ class AsyncClient:
             BadRequest: a field is unknown or out of range. What the daemon finds wrong is raised by the
             stream.
         """
-        request = build.generate(self._number(), prompt, messages, fields)
+        request = build.generate(wire.Generate, self._number(), prompt, messages, fields)
         return AsyncStream(self, self._start(request))
 
     async def ask(self, text: str, *, system: str | None = None, **fields: Any) -> str:
         """The model's whole answer to one user message."""
         async with self.generate(messages=build.conversation(text, system), **fields) as stream:
             return (await stream.wait()).text
+
+    async def explain(
+        self, prompt: str | None = None, *, messages: Sequence[MessageLike] | None = None, **fields: Any
+    ) -> wire.Explained:
+        """How a `generate` of the same fields would be run; nothing is generated."""
+        request = build.generate(wire.Explain, self._number(), prompt, messages, fields)
+        return await self._call(request, wire.Explained)
 
     async def tokenize(
         self, text: str | None = None, *, messages: Sequence[MessageLike] | None = None, **fields: Any

@@ -105,13 +105,20 @@ class Client:
             BadRequest: a field is unknown or out of range. What the daemon finds wrong is raised by the
             stream.
         """
-        request = build.generate(self._exchange.number(), prompt, messages, fields)
+        request = build.generate(wire.Generate, self._exchange.number(), prompt, messages, fields)
         return Stream(self, self._start(request))
 
     def ask(self, text: str, *, system: str | None = None, **fields: Any) -> str:
         """The model's whole answer to one user message."""
         with self.generate(messages=build.conversation(text, system), **fields) as stream:
             return stream.wait().text
+
+    def explain(
+        self, prompt: str | None = None, *, messages: Sequence[MessageLike] | None = None, **fields: Any
+    ) -> wire.Explained:
+        """How a `generate` of the same fields would be run; nothing is generated."""
+        request = build.generate(wire.Explain, self._exchange.number(), prompt, messages, fields)
+        return self._call(request, wire.Explained)
 
     def tokenize(
         self, text: str | None = None, *, messages: Sequence[MessageLike] | None = None, **fields: Any

@@ -18,6 +18,7 @@ MessageLike: TypeAlias = wire.Message | Mapping[str, str]
 """A chat message: `wire.Message`, or a mapping with `role` and `content`."""
 Numbered: TypeAlias = (
     wire.Generate
+    | wire.Explain
     | wire.Tokenize
     | wire.Count
     | wire.Models
@@ -33,17 +34,20 @@ Numbered: TypeAlias = (
 T = TypeVar("T", bound=Numbered)
 
 
+G = TypeVar("G", wire.Generate, wire.Explain)
+
+
 def generate(
-    number: int, prompt: str | None, messages: Sequence[MessageLike] | None, fields: dict[str, Any]
-) -> wire.Generate:
-    """A `generate` request from exactly one prompt form and any other fields.
+    kind: type[G], number: int, prompt: str | None, messages: Sequence[MessageLike] | None, fields: dict[str, Any]
+) -> G:
+    """A `generate` or `explain` request from exactly one prompt form and any other fields.
 
     Raises:
         BadRequest: both or neither prompt form, an unknown field, or a value out of range.
     """
     if (prompt is None) == (messages is None):
         raise BadRequest("give exactly one of prompt (raw text) and messages (a chat)")
-    return build(wire.Generate, number, prompt=prompt, messages=messages, **fields)
+    return build(kind, number, prompt=prompt, messages=messages, **fields)
 
 
 def tokens(

@@ -25,6 +25,7 @@ from mlxbcd.engine.scheduler import Iteration, Policy
 from mlxbcd.methods.events import Drawn, Emit, Event, Prefilled
 from mlxbcd.model.blas import BlasReport
 from mlxbcd.plan.request import Request
+from mlxbcd.plan.resolve import Capabilities
 from mlxbcd.residency.build import Built
 from mlxbcd.residency.names import resolve
 from mlxbcd.residency.resident import Resident
@@ -109,13 +110,22 @@ async def build(options: Options, on_fatal: Fault) -> Service:
     device.start()
     engine = Engine(device, runner, Policy(), on_fatal)
     built = Built(
-        cast("Any", runner), dtype="float32", bytes=0, context=_CONTEXT, vocab_size=tokenizer.vocab_size, reason=""
+        cast("Any", runner),
+        device="none",
+        dtype="float32",
+        bytes=0,
+        context=_CONTEXT,
+        vocab_size=tokenizer.vocab_size,
+        reason="",
+        capabilities=Capabilities(),
     )
     service = LiveService(
         device, Configuration(fixed(options)), on_fatal, BlasReport("native", "nothing is multiplied")
     )
     template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-    service._residency.models[source.path] = Resident(source, tokenizer, template, engine, built, 0.0)
+    service._residency.models[source.path] = Resident(
+        source, tokenizer, template, engine, built, 0.0, source.path / "nowhere" / "costs.json"
+    )
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _report)
     return service
 

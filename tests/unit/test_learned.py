@@ -1,0 +1,89 @@
+"""What was measured outlives the daemon, and nothing that makes no sense is believed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxbcd.engine.costs import Costs
+from mlxbcd.residency.learned import place, recall, remember
+
+SECONDS = st.floats(1e-6, 10.0)
+
+
+@given(
+    st.dictionaries(st.integers(1, 32), SECONDS, max_size=4),
+    st.lists(st.tuples(st.integers(1, 512), st.integers(0, 4000), SECONDS), min_size=1, max_size=6),
+)
+def test_costs_come_back_as_they_were(steps: dict[int, float], pieces: list[tuple[int, int, float]]) -> None:
+    costs = Costs()
+    for rows, seconds in steps.items():
+        costs.saw_step(rows, seconds)
+    for piece in pieces:
+        costs.saw_piece(*piece)
+    assert Costs.restored(json.loads(json.dumps(costs.saved()))) == costs
+
+
+def test_a_file_for_each_model_and_circumstance(tmp_path: Path) -> None:
+    places = {place(tmp_path / model, device) for model in "ab" for device in ("cpu", "gpu")}
+    assert len(places) == 4
+    assert place(tmp_path / "a", "cpu") in places
+
+
+def test_costs_are_kept_in_a_file_of_the_users_own(tmp_path: Path) -> None:
+    path = tmp_path / "costs" / "x.json"
+    assert recall(path) is None
+    remember(path, Costs())
+    assert not path.exists(), "nothing was measured"
+    costs = Costs()
+    costs.saw_piece(32, 0, 0.5)
+    remember(path, costs)
+    assert recall(path) == costs
+    assert path.parent.stat().st_mode & 0o077 == 0
+    assert list(path.parent.iterdir()) == [path]
+
+
+def saved(**other: Any) -> str:
+    costs = Costs()
+    costs.saw_step(2, 0.1)
+    costs.saw_piece(32, 0, 0.5)
+    return json.dumps(costs.saved() | other)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        saved(widest=-1),
+        saved(widest=10**6),
+        saved(steps={"2": -1.0}),
+        saved(steps={"0": 1.0}),
+        saved(steps={"x": 1.0}),
+        saved(steps=[1]),
+        saved(token={}),
+        saved(token={"weight": "nan", "x": 0, "y": 0, "spread": 0, "covariance": 0}),
+        saved(token=None),
+    ],
+)
+def test_what_can_not_be_true_is_not_believed(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with caplog.at_level(logging.WARNING):
+        assert recall(path) is None
+    assert len(caplog.records) == 1
+
+
+def test_a_place_that_cannot_be_written_loses_only_the_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "costs").write_text("a file")
+    costs = Costs()
+    costs.saw_piece(32, 0, 0.5)
+    remember(tmp_path / "costs" / "x.json", costs)
+    assert "can't be kept" in caplog.text
