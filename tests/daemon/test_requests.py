@@ -25,7 +25,7 @@ def test_several_candidates_share_a_prefill_and_draw_each_its_own(shared: Daemon
     assert [output.ids for output in again.outputs] == [output.ids for output in three.outputs]
     assert three.outputs[0].text == three.text == one.text
     assert three.usage.prompt == one.usage.prompt
-    assert three.usage.generated == sum(output.generated for output in three.outputs) == 36
+    assert three.usage.generated == sum(len(output.ids) for output in three.outputs) == 36
     assert [output.reason for output in three.outputs] == ["length"] * 3
 
 
