@@ -38,7 +38,10 @@ COMMANDS = {
     "unload": "drop a resident model",
     "tokenize": "show a text's token ids",
     "count": "count a text's tokens",
+    "completion": "print what lets a shell complete this command line",
 }
+HIDDEN = ("complete",)
+"""Commands for programs: not in the list."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +72,7 @@ def _dispatch(arguments: list[str]) -> int:
         parser.print_help(sys.stderr)
         return exits.USAGE
     name, *rest = arguments
-    if name not in COMMANDS:
+    if name not in COMMANDS and name not in HIDDEN:
         return _unknown(name)
     if name != "serve":
         import_msgspec()

@@ -47,7 +47,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar=("KEY", "VALUE"),
-        help="set one option of the generation; may be repeated. Keys: " + ", ".join(sorted(_names())),
+        help="set one option of the generation; may be repeated. Keys: " + ", ".join(sorted(names())),
     )
 
 
@@ -114,7 +114,7 @@ def parse(pairs: list[list[str]]) -> dict[str, Any]:
     return values
 
 
-def _names() -> list[str]:
+def names() -> list[str]:
     return [name for name in wire.Generate.__struct_fields__ if name not in _NOT_OPTIONS]
 
 
