@@ -95,7 +95,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def _top() -> argparse.ArgumentParser:
-    commands = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
+    commands = "\n".join(f"  {name:<12}{summary}" for name, summary in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="mlxbc",
         usage="mlxbc COMMAND [ARGUMENT ...]",
