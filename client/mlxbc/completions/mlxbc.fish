@@ -50,7 +50,7 @@ function _shtab_mlxbc_using
   test "$_shtab_mlxbc_cmdpath" = "$argv"
 end
 
-set -g _shtab_mlxbc_commands ask chat log templates serve service http lsp stop config status ps models pull load unload tokenize count completion
+set -g _shtab_mlxbc_commands ask chat explain log templates serve service http lsp stop config status ps models pull load unload tokenize count completion
 set -g _shtab_mlxbc_opts_with_value --allow-host --allow-origin --cid --file --host --lines --lines-after --lines-before --max-tokens --model --option --param --port --save --system --template --timeout -f -m -n -o -p -s -t
 
 complete -c mlxbc -e
@@ -95,6 +95,13 @@ complete -c mlxbc -n '_shtab_mlxbc_using chat' -l md -d 'show Markdown as a term
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -l stats -d 'print token counts and times after each answer to standard error'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s R -l hide-reasoning -d 'don'"'"'t show what the model thinks'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s q -l quiet -d 'no progress and no notes'
+complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a explain -d 'Show how a question would be run.'
+complete -c mlxbc -n '_shtab_mlxbc_using explain' -s h -l help -d 'show this help message and exit'
+complete -c mlxbc -n '_shtab_mlxbc_using explain' -s s -l system -x -d 'the system prompt'
+complete -c mlxbc -n '_shtab_mlxbc_using explain' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
+complete -c mlxbc -n '_shtab_mlxbc_using explain' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: deadline_ms, frequency_penalty, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, repetition_penalty, seed, stop, temperature, template_options, top_k, top_logprobs, top_p'
+complete -c mlxbc -n '_shtab_mlxbc_using explain' -l raw -d 'take the text as it is, without the model'"'"'s chat template'
+complete -c mlxbc -n '_shtab_mlxbc_using explain' -l json -d 'print one JSON object'
 complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a log -d 'Look at the conversations that are kept, and say whether they are.'
 complete -c mlxbc -n '_shtab_mlxbc_using log' -s h -l help -d 'show this help message and exit'
 complete -c mlxbc -n '_shtab_mlxbc_using log' -l all -d 'with remove: every conversation'
