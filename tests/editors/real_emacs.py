@@ -77,7 +77,8 @@ class Emacs:
             (with-current-buffer "*Messages*" (let ((inhibit-read-only t)) (erase-buffer)))
             (delete-other-windows)
             (mlxbc--works)
-            (setq mlxbc-socket "{socket}" mlxbc-delay 0.05 mlxbc-chat-system nil mlxbc-chat-fields nil)
+            (setq mlxbc-socket "{socket}" mlxbc-delay 0.05 mlxbc-deadline-ms 3000 mlxbc-max-tokens 96)
+            (setq mlxbc-chat-system nil mlxbc-chat-fields nil)
             nil)''')
 
     def _read(self) -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not installed(), reason="no emacs and emacsclien
 Scripted: TypeAlias = Callable[[], AbstractContextManager[FakeDaemon]]
 
 CODE = "def add(a, b):\n    \n\nprint(add(1, 2))\n"
-NEXT_LINE, END_OF_LINE, TAB, DISMISS = "\x0e", "\x05", "\t", "\x07"
+NEXT_LINE, END_OF_LINE, TAB, BACK = "\x0e", "\x05", "\t", "\x02"
 ACCEPT_WORD, ACCEPT_LINE, UNDO, AT_POINT = "\x1bf", "\x1be", "\x1f", "\x1bxcompletion-at-point\r"
 
 
@@ -80,6 +80,8 @@ def test_a_suggestion_grows_as_it_comes_and_is_accepted_in_parts(
     with scripted() as fake:
         typing(editor, directory)
         job = fake.job()
+        assert (generate(job).supersede, generate(job).priority) == ("completion", "interactive")
+        assert (generate(job).deadline_ms, generate(job).max_tokens) == (3000, 96)
         fake.do(job.token, "urn a")
         editor.until(lambda: editor.ghost() == "urn a")
         suggest(fake, job, " + b\n    # the sum", "\n    # of both\n")
@@ -139,14 +141,17 @@ def test_another_key_ends_the_request_and_the_next_pause_asks_anew(
         editor.until(lambda: editor.ghost() == " = 1")
 
 
-def test_quitting_dismisses_and_cancels(scripted: Scripted, editor: Emacs, directory: Path) -> None:
+def test_moving_away_dismisses_and_cancels(scripted: Scripted, editor: Emacs, directory: Path) -> None:
+    quitting = '(format "%s" (key-binding (kbd "C-g")))'
     with scripted() as fake:
         typing(editor, directory)
         job = fake.job()
         fake.do(job.token, "urn")
         editor.until(editor.ghost)
-        editor.keys(DISMISS)
+        assert editor.text(quitting) == "mlxbc-dismiss"
+        editor.keys(BACK)
         fake.until(lambda _: job.cancelled == 1)
+        editor.until(lambda: editor.text(quitting) == "keyboard-quit")
         assert editor.ghost() == ""
         assert editor.told() == []
 
@@ -195,6 +200,7 @@ def test_completion_at_point_waits_and_inserts(scripted: Scripted, editor: Emacs
         editor.keys(END_OF_LINE + AT_POINT)
         suggest(fake, fake.job(), ", thr", "ee\n")
         editor.until(lambda: editor.buffer() == "one, two, three")
+        editor.eval("(setq mlxbc-deadline-ms 3600000)")
         editor.keys(AT_POINT)
         job = new_job(fake, 2)
         editor.keys("!")

@@ -97,12 +97,13 @@ async def job(fake: FakeDaemon, count: int = 1) -> FakeJob:
 
 async def test_a_position_is_completed(scripted: Scripted, socket: Path) -> None:
     with scripted() as fake:
-        async with editor(socket, "--max-tokens", "7") as client:
+        async with editor(socket, "--max-tokens", "7", "--deadline-ms", "9000") as client:
             suggestion = asyncio.create_task(client.texts(2, 7))
             asked = await job(fake)
             assert isinstance(asked.request, wire.Generate)
             assert asked.request.prompt == CODE.partition("\n\nprint")[0]
-            assert asked.request.max_tokens == 7
+            assert (asked.request.max_tokens, asked.request.deadline_ms) == (7, 9000)
+            assert (asked.request.supersede, asked.request.priority) == ("completion", "interactive")
             fake.do(asked.token, "urn a + b\n    # \U0001f600")
             fake.do(asked.done, "length")
             assert await suggestion == ["urn a + b"]
@@ -202,12 +203,14 @@ def test_neovims_own_client_shows_and_accepts_it(scripted: Scripted, socket: Pat
     with scripted() as fake, neovim(programs()["current"], socket, directory) as nvim:
         nvim.lua(
             "vim.lsp.config('mlxbc', { cmd = ... }) vim.lsp.enable('mlxbc') vim.lsp.inline_completion.enable()"
-            "vim.keymap.set('i', '<Tab>', function() vim.lsp.inline_completion.get() end)",
+            "vim.keymap.set('i', '<Tab>', function() vim.lsp.inline_completion.get() end)"
+            "local attached = vim.schedule_wrap(function() Attached = true end)"
+            "vim.api.nvim_create_autocmd('LspAttach', { callback = attached })",
             [sys.executable, "-m", "mlxbc", "lsp"],
         )
         nvim.edit("sums.py", "def add(a, b):\n    \n")
         nvim.lua("vim.bo.filetype = 'python'")
-        nvim.until(lambda: nvim.lua("return #vim.lsp.get_clients({ bufnr = 0 })"))
+        nvim.until(lambda: nvim.lua("return Attached"))
         nvim.keys("jAret")
         asked = fake.job()
         fake.do(asked.token, "urn a + b")
@@ -218,7 +221,7 @@ def test_neovims_own_client_shows_and_accepts_it(scripted: Scripted, socket: Pat
 @pytest.mark.model
 async def test_a_real_model_completes(real: Daemon) -> None:
     code = "def add(a, b):\n    return"
-    async with editor(real.path, "--max-tokens", "12", code=code) as client:
+    async with editor(real.path, "--max-tokens", "12", "--deadline-ms", "60000", code=code) as client:
         [text] = await client.texts(1, 10)
         assert text.strip()
         assert client.told == []

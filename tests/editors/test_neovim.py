@@ -64,6 +64,8 @@ def test_a_suggestion_grows_as_it_comes_and_is_accepted_in_parts(scripted: Scrip
         typing(editor)
         job = fake.job()
         assert isinstance(job.request, wire.Generate)
+        assert (job.request.supersede, job.request.priority) == ("completion", "interactive")
+        assert (job.request.deadline_ms, job.request.max_tokens) == (3000, 96)
         fake.do(job.token, "urn a")
         editor.until(lambda: editor.ghost() == "urn a")
         suggest(fake, job, " + b\n    # the sum", "\n    # of both\n")
@@ -188,6 +190,26 @@ def test_without_a_daemon_one_message_says_what_to_do(scripted: Scripted, editor
     editor.keys(" + b")
     editor.until(lambda: "    return a + b\n" in editor.buffer())
     assert editor.told() == ["mlxbc: no daemon is running; start one with: mlxbc serve --detach"]
+
+
+def test_without_a_daemon_it_is_not_looked_for_at_every_key(editor: Neovim) -> None:
+    typing(editor)
+    editor.until(editor.told)
+    assert not editor.lua("return require('mlxbc.notice').may_try()")
+
+
+def test_each_absence_is_told_once(scripted: Scripted, editor: Neovim) -> None:
+    ask = "require('mlxbc.completion').ask()"
+    typing(editor)
+    for absence in range(1, 3):
+        editor.until(lambda absence=absence: editor.lua(ask) or len(editor.told()) == absence)
+        for _ in range(3):
+            editor.lua(ask)
+        with scripted() as fake:
+            editor.until(lambda fake=fake: editor.lua(ask) or fake.service.jobs)
+            suggest(fake, fake.job(), "urn")
+            editor.until(editor.ghost)
+        assert len(editor.told()) == absence
 
 
 def test_a_daemon_that_was_restarted_is_found_again(scripted: Scripted, editor: Neovim) -> None:

@@ -102,6 +102,9 @@ def test_a_suggestion_is_all_that_came(scripted: Scripted, editor: Node) -> None
     with scripted() as fake:
         editor.run(f"host.open('sums.py', '{CODE}')")
         suggestion = typed(editor)
+        request = generate(fake.job())
+        assert (request.supersede, request.priority) == ("completion", "interactive")
+        assert (request.deadline_ms, request.max_tokens) == (3000, 96)
         suggest(fake, fake.job(), "urn a", " + b\n    # \U0001f600", "\n")
         assert suggestion.result(10) == ["urn a + b\n    # \U0001f600"]
 

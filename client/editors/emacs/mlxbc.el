@@ -243,7 +243,8 @@ once, until something works again."
 
 (defun mlxbc--completion-request ()
   "The request for a completion at point."
-  (append (list :type "generate" :max_tokens mlxbc-max-tokens :temperature 0
+  (append (list :type "generate" :supersede "completion" :priority "interactive"
+                :deadline_ms mlxbc-deadline-ms :max_tokens mlxbc-max-tokens :temperature 0
                 :prompt (plist-get (mlxbc--fim) :prefix))
           (and mlxbc-completion-model (list :model mlxbc-completion-model))))
 
@@ -366,7 +367,6 @@ Nil if the user typed something else meanwhile."
 (defun mlxbc--accept (taken)
   "Insert TAKEN, the beginning of the suggestion; keep the rest."
   (let ((rest (substring mlxbc--rest (length taken))))
-    (undo-boundary)
     (insert taken)
     (if (string-empty-p rest)
         (mlxbc-dismiss)
@@ -520,7 +520,7 @@ It waits for the daemon, at most `mlxbc-deadline-ms'; any key interrupts it."
 
 (defun mlxbc--chat-request (messages)
   "A request that answers MESSAGES, a list."
-  (append (list :type "generate" :messages (vconcat messages))
+  (append (list :type "generate" :messages (vconcat messages) :priority "interactive")
           (and mlxbc-chat-model (list :model mlxbc-chat-model))
           mlxbc-chat-fields))
 

@@ -35,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     for name, default, what in (
         ("--max-tokens", 96, "the most tokens of a suggestion"),
+        ("--deadline-ms", 3000, "the daemon ends a suggestion after so many milliseconds with what it has"),
         ("--lines-before", 256, "lines before the cursor that the model sees"),
         ("--lines-after", 64, "lines after it"),
     ):
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from mlxbc.lsp.server import Options, server
 
     reach = Reach(before=args.lines_before, after=args.lines_after)
-    server(Options(model=args.model, max_tokens=args.max_tokens, reach=reach)).start_io()
+    server(Options(model=args.model, max_tokens=args.max_tokens, deadline_ms=args.deadline_ms, reach=reach)).start_io()
     return exits.OK
 
 

@@ -22,6 +22,7 @@ class Options(Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     max_tokens: int = 96
+    deadline_ms: int = 3000
     reach: Reach = Reach()
 
 
@@ -64,7 +65,13 @@ class Server(LanguageServer):
 
         async def question(client: AsyncClient) -> Result:
             request = client.generate(
-                str(fim["prefix"]), model=options.model, max_tokens=options.max_tokens, temperature=0
+                str(fim["prefix"]),
+                model=options.model,
+                supersede="completion",
+                priority="interactive",
+                deadline_ms=options.deadline_ms,
+                max_tokens=options.max_tokens,
+                temperature=0,
             )
             async with request as stream:
                 return await stream.wait()
@@ -95,7 +102,7 @@ def server(options: Options) -> Server:
     @made.feature(types.TEXT_DOCUMENT_INLINE_COMPLETION, types.InlineCompletionOptions())
     async def inline_completion(params: types.InlineCompletionParams) -> types.InlineCompletionList:
         text = await made.complete(params)
-        place = types.Range(params.position, params.position)
-        return types.InlineCompletionList([types.InlineCompletionItem(text, range=place)] if text else [])
+        # Without a range it goes where the cursor is; with one, some editors show it over what stands there.
+        return types.InlineCompletionList([types.InlineCompletionItem(text)] if text else [])
 
     return made

@@ -59,6 +59,9 @@ export function completionRequest(fim: Fim): object {
   const model = settings().get("completion.model", "");
   return {
     type: "generate",
+    supersede: "completion",
+    priority: "interactive",
+    deadline_ms: settings().get("completion.deadlineMs", 3000),
     max_tokens: settings().get("completion.maxTokens", 96),
     temperature: 0,
     prompt: fim.prefix,
@@ -71,6 +74,7 @@ export function chatRequest(messages: { role: string; content: string }[]): obje
   const model = settings().get("chat.model", "");
   return {
     type: "generate",
+    priority: "interactive",
     messages: messages.map(({ role, content }) => ({ role, content: unicode(content) })),
     ...(model ? { model } : {}),
   };

@@ -179,7 +179,7 @@ function M.send()
   mine.heading = vim.api.nvim_buf_set_extmark(chat, space, last - 1, 0, {})
   mine.at = vim.api.nvim_buf_set_extmark(chat, space, last, 0, {})
   running = mine
-  local message = { type = 'generate', messages = messages, model = settings.model }
+  local message = { type = 'generate', messages = messages, model = settings.model, priority = 'interactive' }
   mine.call = connection.request(vim.tbl_extend('force', settings.fields, message), function(reply)
     hear(mine, reply)
   end)

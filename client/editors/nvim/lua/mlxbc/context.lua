@@ -103,6 +103,9 @@ function M.request(fim)
   local settings = config.values.completion
   return {
     type = 'generate',
+    supersede = 'completion',
+    priority = 'interactive',
+    deadline_ms = settings.deadline_ms,
     max_tokens = settings.max_tokens,
     temperature = 0,
     model = settings.model,

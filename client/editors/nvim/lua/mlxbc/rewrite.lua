@@ -101,6 +101,7 @@ function M.run(first, last, instruction)
     type = 'generate',
     messages = { { role = 'system', content = SYSTEM }, { role = 'user', content = context.utf8(text) } },
     model = settings.model,
+    priority = 'interactive',
   }
   mine.call = connection.request(vim.tbl_extend('force', settings.fields, message), function(reply)
     hear(mine, reply)
