@@ -22,10 +22,12 @@ from urllib.parse import urlsplit
 import command_line
 import msgspec
 import pytest
-from fake_daemon import FakeDaemon, Session, accepted, answering, done
+from fake_daemon import FakeDaemon, Session, accepted, done
+from fake_daemon import answering as answers
 from http_endpoint import TOKEN, Endpoint
 
 from mlxbc import wire
+from mlxbc.http import answering, app
 from mlxbc.http.guard import hostname
 
 KEY = {"Authorization": f"Bearer {TOKEN}"}
@@ -212,6 +214,38 @@ def test_a_stream_is_events_with_a_comment_for_each_progress_of_the_prompt(endpo
     assert (over, rest) == ("data: [DONE]", "")
 
 
+def test_a_client_that_reads_nothing_is_given_up(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "STALL_S", 0.3)
+    given_up = threading.Event()
+
+    def script(session: Session) -> None:
+        request = session.receive(wire.Generate)
+        session.send(accepted(request))
+        for _ in range(200):
+            session.send(wire.Token(id=request.id, text="x" * 100_000))
+        assert session.receive(wire.Cancel).id == request.id
+        given_up.set()
+
+    body = b'{"prompt":"x","stream":true}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+    parts = urlsplit(endpoint.url)
+    with (
+        FakeDaemon(endpoint.socket, script, hang_up=True),
+        socket.create_connection((parts.hostname, parts.port), timeout=10) as client,
+    ):
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert given_up.wait(10)
+
+
+def test_a_body_that_never_comes_is_not_waited_for(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_S", 0.2)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+    parts = urlsplit(endpoint.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=10) as client:
+        client.sendall(f"{head}Content-Length: 10\r\n\r\n".encode() + b"{")
+        assert b" 408 " in client.recv(100)
+
+
 # ------------------------------------------------------------ the command
 
 
@@ -338,7 +372,7 @@ def test_an_idle_server_sleeps(tmp_path: Path) -> None:
 
 
 def test_an_answer_on_the_wire_is_whole(endpoint: Endpoint) -> None:
-    with FakeDaemon(endpoint.socket, answering("ok"), hang_up=True):
+    with FakeDaemon(endpoint.socket, answers("ok"), hang_up=True):
         status, shown, body = ask(endpoint, "POST", "/v1/chat/completions", CHAT)
     assert (status, shown["content-type"]) == (200, "application/json")
     assert msgspec.json.decode(body)["choices"][0]["message"] == {

@@ -7,6 +7,7 @@ that the request is a good one, so that an error still gets a status of its own.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,8 @@ from mlxbc.http.replies import Alternative, Shape
 from mlxbc.http.translate import Order
 from mlxbc.link import Link
 from mlxbc.result import Event, Result
+
+log = logging.getLogger(__name__)
 
 STALL_S: Final = 30.0
 """Longest that a client may read nothing while events wait for it."""
@@ -83,6 +86,8 @@ class Answer(Response):
                 await out.fail(refused)
             else:
                 await refusal(refused)(scope, receive, send)
+        except TimeoutError:
+            log.warning("a client read nothing for %g s; it is given up", STALL_S)
 
     async def _generate(self, made: _Making, out: _Events | None) -> None:
         client = await self._link.client()
