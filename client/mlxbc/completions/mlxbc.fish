@@ -51,7 +51,7 @@ function _shtab_mlxbc_using
 end
 
 set -g _shtab_mlxbc_commands ask chat explain log templates serve service http lsp stop config status ps models pull load unload tokenize count completion
-set -g _shtab_mlxbc_opts_with_value --allow-host --allow-origin --cid --file --host --lines --lines-after --lines-before --max-tokens --model --option --param --port --save --system --template --timeout -f -m -n -o -p -s -t
+set -g _shtab_mlxbc_opts_with_value --allow-host --allow-origin --cid --deadline-ms --file --host --lines --lines-after --lines-before --max-tokens --model --option --param --port --save --system --template --timeout -f -m -n -o -p -s -t
 
 complete -c mlxbc -e
 complete -c mlxbc -f
@@ -135,6 +135,7 @@ complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a 
 complete -c mlxbc -n '_shtab_mlxbc_using lsp' -s h -l help -d 'show this help message and exit'
 complete -c mlxbc -n '_shtab_mlxbc_using lsp' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
 complete -c mlxbc -n '_shtab_mlxbc_using lsp' -l max-tokens -x -d 'the most tokens of a suggestion (default: 96)'
+complete -c mlxbc -n '_shtab_mlxbc_using lsp' -l deadline-ms -x -d 'the daemon ends a suggestion after so many milliseconds with what it has (default: 3000)'
 complete -c mlxbc -n '_shtab_mlxbc_using lsp' -l lines-before -x -d 'lines before the cursor that the model sees (default: 256)'
 complete -c mlxbc -n '_shtab_mlxbc_using lsp' -l lines-after -x -d 'lines after it (default: 64)'
 complete -c mlxbc -n '_shtab_mlxbc_using lsp' -l stdio -d 'what it does anyway'
