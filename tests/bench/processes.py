@@ -126,13 +126,15 @@ class Server:
 class Daemon(Server):
     """Our daemon. Ready when it answers `hello`; the model loads behind that."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *more: str) -> None:
         super().__init__()
         self.model = model
         self.socket = self.directory / "socket"
+        self._more = more
 
     def command(self) -> Sequence[str]:
-        return [script("mlxbcd"), "--socket", str(self.socket), "--model", str(self.model), "--log-level", "warning"]
+        plain = [script("mlxbcd"), "--socket", str(self.socket), "--model", str(self.model), "--log-level", "warning"]
+        return [*plain, *self._more]
 
     def answers(self) -> bool:
         try:
@@ -163,6 +165,33 @@ class Peer(Server):
             # As in our daemon: on the CPU, compiling calls g++ at run time, for no gain.
             settings["MLX_DISABLE_COMPILE"] = "1"
         return module_environment() | settings
+
+    def answers(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_PATIENCE_S)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+
+class LlamaCpp(Server):
+    """llama.cpp's server. Ready when /health says so, with the model loaded."""
+
+    def __init__(self, binary: Path, gguf: Path) -> None:
+        super().__init__()
+        self._binary = binary
+        self._gguf = gguf
+        self.port = _free_port()
+
+    def command(self) -> Sequence[str]:
+        slots, context = 8, 8 * 8192
+        return [
+            *[str(self._binary), "--model", str(self._gguf), "--host", "127.0.0.1", "--port", str(self.port)],
+            *["--threads", str(os.cpu_count()), "--parallel", str(slots), "--ctx-size", str(context)],
+        ]
 
     def answers(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_PATIENCE_S)

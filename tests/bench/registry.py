@@ -26,6 +26,8 @@ BENCHES: Final[Mapping[str, str]] = {
     "http": "bench.endpoint",
     "memory": "bench.memory",
     "rows": "bench.rows",
+    "gap": "bench.gap",
+    "priority": "bench.priority",
 }
 """Name → module, in the order in which all of them run."""
 
@@ -37,10 +39,13 @@ class Settings:
     Attributes:
         model: the model's directory.
         quick: run small, to see that it works; the figures mean nothing.
+        llama_server, gguf: llama.cpp's server and the same model for it, where it is to be compared with too.
     """
 
     model: Path
     quick: bool = False
+    llama_server: Path | None = None
+    gguf: Path | None = None
 
     def pick(self, full: T, quick: T) -> T:
         """A size for a real run, or for a quick one."""

@@ -25,7 +25,7 @@ from bench.table import Row, render, to_json  # noqa: E402
 def main(argv: list[str] | None = None) -> int:
     """Run the command; 0 if every benchmark ran, whatever its figures, else 1."""
     args = _parse(argv)
-    settings = Settings(_model(args.model), quick=args.quick)
+    settings = Settings(_model(args.model), quick=args.quick, llama_server=args.llama_server, gguf=args.gguf)
     lines = [f"machine: {machine.describe()}", f"versions: {machine.versions()}", f"blas: {_blas()}"]
     lines += [f"model: {settings.model}", f"command: {shlex.join(['python', *sys.argv])}"]
     if settings.quick:
@@ -61,7 +61,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--model", metavar="NAME", default="smollm2", help="a model's name or directory (default: %(default)s)"
     )
     parser.add_argument("--quick", action="store_true", help="run small, to see that everything works")
+    parser.add_argument("--llama-server", type=Path, metavar="PATH", help="compare `gap` with llama.cpp's server too")
+    parser.add_argument("--gguf", type=Path, metavar="PATH", help="the model for it")
     args = parser.parse_args(argv)
+    if (args.llama_server is None) != (args.gguf is None):
+        parser.error("--llama-server and --gguf go together")
     unknown = [name for name in args.names if name not in BENCHES]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHES)}")

@@ -91,7 +91,7 @@ async def _join(side: Side, figures: _Figures, nonce: str, settings: Settings) -
     decoders = [Chat(chat(12, f"{nonce}{seed}", seed), _ENDLESS) for seed in range(_DECODERS)]
     running = [asyncio.create_task(side.hold(decoder)) for decoder in decoders]
     try:
-        await _all_flowing(decoders, running)
+        await all_flowing(decoders, running)
         joiner = Chat(chat(settings.pick(_JOINER_WORDS, 200), f"{nonce}long", 99), _JOINER_ANSWER)
         await side.hold(joiner)
         figures.outlasted.append(sum(not task.done() for task in running))
@@ -114,13 +114,13 @@ async def _join(side: Side, figures: _Figures, nonce: str, settings: Settings) -
     await side.hold(Chat(chat(5, f"{nonce}after", 0), 4))
 
 
-async def _all_flowing(decoders: Sequence[Chat], running: Sequence[asyncio.Task[Chat]]) -> None:
+async def all_flowing(decoders: Sequence[Chat], running: Sequence[asyncio.Task[Chat]], pieces: int = _FLOWING) -> None:
     """Wait until every decoder has had some text.
 
     Raises:
         RuntimeError: one ended before. If it failed, its own error is raised.
     """
-    flowing = asyncio.gather(*(decoder.flowing(_FLOWING) for decoder in decoders))
+    flowing = asyncio.gather(*(decoder.flowing(pieces) for decoder in decoders))
     first_of: list[asyncio.Future[Any]] = [flowing, *running]
     await asyncio.wait(first_of, return_when=asyncio.FIRST_COMPLETED)
     if not flowing.done():

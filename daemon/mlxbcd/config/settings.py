@@ -103,6 +103,13 @@ class Settings:
         "begin sooner; 0 is one step and the cheapest piece that keeps 75 % of the best prefill rate, 50 at least.",
         live=True,
     )
+    max_piece_ms: int = _key(
+        "schedule.max_piece_ms",
+        kinds.count(1, 60_000),
+        250,
+        "Milliseconds that a piece of a prompt may take, whoever waits; a cancel or a keystroke is never further away.",
+        live=True,
+    )
     max_rows: int = _key(
         "schedule.max_rows", kinds.count(1, 256), 32, "Requests of a model that run at once; more wait.", live=True
     )

@@ -148,8 +148,7 @@ class LiveService:
     def _take(self, settings: Settings) -> None:
         self._settings = settings
         self._residency.choose(default=settings.model, aliases=settings.aliases)
-        gap = settings.decode_gap_ms / 1e3 if settings.decode_gap_ms else None
-        self._residency.schedule(Policy(max_rows=settings.max_rows, decode_gap_s=gap))
+        self._residency.schedule(_policy(settings))
         logs.set_level(settings.log_level)
 
     # -- start-up and faults
@@ -433,6 +432,11 @@ def _expected_ms(resident: Resident, prompt: int) -> float | None:
         seconds += costs.piece(width, position)
         position += width
     return round(seconds * 1e3, 1)
+
+
+def _policy(settings: Settings) -> Policy:
+    gap = settings.decode_gap_ms / 1e3 if settings.decode_gap_ms else None
+    return Policy(max_rows=settings.max_rows, max_piece_s=settings.max_piece_ms / 1e3, decode_gap_s=gap)
 
 
 def _stopping() -> ServeError:
