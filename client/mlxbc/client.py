@@ -145,10 +145,17 @@ class Client:
         return self._call(self._build(wire.Models), wire.ModelList).models
 
     def load(
-        self, model: str | None = None, *, on_progress: Callable[[wire.Progress], None] | None = None
+        self,
+        model: str | None = None,
+        *,
+        keep_alive: float | None = None,
+        on_progress: Callable[[wire.Progress], None] | None = None,
     ) -> wire.Loaded:
-        """Make a model resident (None: the default one); `on_progress` hears of the bytes read meanwhile."""
-        return self._call(self._build(wire.Load, model=model), wire.Loaded, on_progress)
+        """Make a model resident (None: the default one); `on_progress` hears of the bytes read meanwhile.
+
+        `keep_alive` is for how many seconds it stays without a request: -1 for ever, None as it is.
+        """
+        return self._call(self._build(wire.Load, model=model, keep_alive=keep_alive), wire.Loaded, on_progress)
 
     def unload(self, model: str) -> wire.Unloaded:
         """Drop a resident model."""

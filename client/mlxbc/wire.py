@@ -30,6 +30,8 @@ Seed: TypeAlias = Annotated[int, Meta(ge=0, le=2**53 - 1)]
 ModelName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+KeepAlive: TypeAlias = Annotated[float, Meta(ge=-1, le=1e9)]
+"""Seconds without a request after which a model is dropped; -1 keeps it for ever, 0 drops it with its last request."""
 Scalar: TypeAlias = str | int | float | bool | None
 
 ErrorCode: TypeAlias = Literal[
@@ -135,6 +137,8 @@ class Generate(_Request, frozen=True, tag="generate"):
     """Ends this connection's earlier request with the same key, in the same moment."""
     explain: bool = False
     """`done` tells how the request was run."""
+    keep_alive: KeepAlive | None = None
+    """How long the model stays without being asked, from now on."""
     resumable: bool = False
     """Token frames carry token ids, which `resume` wants back."""
     resume: Resume | None = None
@@ -181,6 +185,7 @@ class Load(_Request, frozen=True, tag="load"):
 
     id: Id
     model: ModelName | None = None
+    keep_alive: KeepAlive | None = None
 
 
 class Unload(_Request, frozen=True, tag="unload"):
@@ -434,11 +439,23 @@ class Process(Struct, omit_defaults=True, frozen=True):
     placement: Literal["continuous", "alone"]
     reason: str = ""
     """Why requests run alone, where they do."""
+    pinned: bool = False
+    """It stays whatever happens."""
+    expires_s: float | None = None
+    """Seconds until it is dropped if nobody asks it; None is never."""
 
 
 class ProcessList(_Reply, frozen=True, tag="process_list"):
     id: int
     models: list[Process]
+
+
+class Loading(Struct, omit_defaults=True, frozen=True):
+    """A model that is being loaded: bytes of its weights."""
+
+    model: str
+    done: int
+    total: int
 
 
 class StatusReport(_Reply, frozen=True, tag="status_report"):
@@ -460,6 +477,14 @@ class StatusReport(_Reply, frozen=True, tag="status_report"):
     """Bytes of live MLX arrays at the last step."""
     memory_cache: int
     models: list[Process]
+    memory_used: int = 0
+    """Bytes of weights, row states and prefix caches, as they count against `memory_limit`."""
+    memory_limit: int = 0
+    footprint: int = 0
+    """Bytes of the whole process, as the system accounts them."""
+    footprint_measure: str = ""
+    """How it does: "rss" or "phys_footprint"."""
+    loading: list[Loading] = []
     notes: list[str] = []
     """What a person should know: a slow BLAS, a model served one at a time, …"""
 

@@ -132,6 +132,10 @@ def report(session: Session, **fields: object) -> None:
         "generated_tokens": 600,
         "memory_active": 1_234_000_000,
         "memory_cache": 0,
+        "memory_used": 900_000_000,
+        "memory_limit": 6_000_000_000,
+        "footprint": 1_500_000_000,
+        "footprint_measure": "rss",
         "models": [PROCESS],
     }
     session.send(wire.StatusReport(id=request.id, **{**usual, **fields}))  # type: ignore[arg-type]
@@ -144,6 +148,7 @@ def test_status_tells_a_person_how_the_daemon_is(path: Path, output: Output) -> 
     assert shown.splitlines() == [
         f"ready, pid 42, version {__version__}, up 1 h 1 min",
         "device    cpu, 1.2 GB in use, 0 B spare",
+        "memory    900 MB of 6.0 GB for models, 1.5 GB in all (rss)",
         "models    smollm2",
         "requests  2 running, 3 queued, 4 served, 5 failed",
         "tokens    600 generated",
@@ -165,18 +170,21 @@ def test_status_tells_a_program_everything(path: Path, output: Output) -> None:
 
 
 def test_ps_is_a_table(path: Path, output: Output) -> None:
-    busy = msgspec.structs.replace(PROCESS, model="org/mamba", running=1, placement="alone", reason="recurrent state")
+    busy = msgspec.structs.replace(
+        PROCESS, model="org/mamba", running=1, placement="alone", reason="recurrent", expires_s=5.4
+    )
+    pinned = msgspec.structs.replace(PROCESS, pinned=True)
 
     def script(session: Session) -> None:
-        session.send(wire.ProcessList(id=session.receive(wire.Ps).id, models=[PROCESS, busy]))
+        session.send(wire.ProcessList(id=session.receive(wire.Ps).id, models=[pinned, busy]))
 
     with FakeDaemon(path, script):
         assert cli.main(["ps"]) == 0
     shown, _ = output()
     assert shown.splitlines() == [
-        "NAME       SIZE     DTYPE    KV      CONTEXT  RUNNING  QUEUED  IDLE        BATCHING",
-        "smollm2    90.0 MB  float32  1.5 kB  8192     0        2       1 min 15 s  together",
-        "org/mamba  90.0 MB  float32  1.5 kB  8192     1        2       -           one at a time (recurrent state)",
+        "NAME       SIZE     DTYPE    KV      CONTEXT  RUNNING  QUEUED  IDLE        UNTIL   BATCHING",
+        "smollm2    90.0 MB  float32  1.5 kB  8192     0        2       1 min 15 s  pinned  together",
+        "org/mamba  90.0 MB  float32  1.5 kB  8192     1        2       -           in 5 s  one at a time (recurrent)",
     ]
 
 

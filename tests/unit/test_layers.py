@@ -22,7 +22,7 @@ lsp:       client wire
 llm_plugin: client wire
 client:    wire
 service:   serve config errors wire
-serve:     config residency engine methods spec cache sampling state model text plan device errors wire
+serve:     config machine residency engine methods spec cache sampling state model text plan device errors wire
 residency: engine methods spec cache sampling state model text device plan errors wire
 engine:    methods spec cache sampling state model plan device errors
 methods:   spec sampling state model plan errors
@@ -35,6 +35,7 @@ text:      errors wire
 plan:      errors wire
 device:
 config:    errors wire
+machine:
 errors:    wire
 wire:
 """
@@ -68,11 +69,13 @@ DECISIONS: Final = {
     "mlxbcd.cache.index",
     "mlxbcd.cache.keys",
     "mlxbcd.cache.nodes",
+    "mlxbcd.engine.budget",
     "mlxbcd.engine.costs",
     "mlxbcd.engine.scheduler",
     "mlxbcd.plan.freeze",
     "mlxbcd.plan.request",
     "mlxbcd.plan.resolve",
+    "mlxbcd.residency.eviction",
     "mlxbcd.serve.backlog",
     "mlxbcd.spec.accept",
     "mlxbcd.spec.costs",
@@ -87,6 +90,15 @@ DECISIONS: Final = {
     "mlxbcd.text.stops",
 }
 """Pure: what they answer follows from what they are given."""
+
+WITHOUT_MLX: Final = {
+    "mlxbcd.model.blas",
+    "mlxbcd.model.size",
+    "mlxbcd.residency.names",
+    "mlxbcd.residency.pull",
+    "mlxbcd.residency.store",
+}
+"""Modules of layers that know MLX, which run before it is there, or without it."""
 
 IMPURE: Final = {"asyncio", "logging", "os", "random", "secrets", "select", "socket", "subprocess", "threading", "time"}
 
@@ -233,10 +245,10 @@ def without_mlx() -> list[str]:
         module
         for module in MODULES
         if root(module) == "mlxbc"
-        or layer(module) in ("service", "config", "text", "plan", "errors", "device")
+        or layer(module) in ("service", "config", "machine", "text", "plan", "errors", "device")
         or (layer(module) == "serve" and module not in AFTER_MLX)
         or module in DECISIONS
-        or module in ("mlxbcd.model.blas", "mlxbcd.residency.names", "mlxbcd.residency.pull", "mlxbcd.residency.store")
+        or module in WITHOUT_MLX
     ]
 
 

@@ -542,6 +542,43 @@ async def test_more_requests_than_the_daemon_holds_are_refused(house: House) -> 
     assert isinstance(await house.ask(prompt="x", max_tokens=2).end(), wire.Done)
 
 
+# -- how long a model stays
+
+
+async def test_the_default_model_is_pinned_and_another_stays_while_there_is_room(house: House) -> None:
+    for name in ("one", "two"):
+        await house.ask(prompt="x", model=name, max_tokens=2).end()
+    listed = (await house.submit(wire.Ps(id=2)).end()).models
+    assert [(one.model, one.pinned, one.expires_s) for one in listed] == [("one", True, None), ("two", False, None)]
+
+
+async def test_a_request_says_how_long_its_model_stays(house: House) -> None:
+    await house.submit(wire.Load(id=1, model="two", keep_alive=100.0)).end()
+    (listed,) = (await house.submit(wire.Ps(id=2)).end()).models
+    assert 99 < listed.expires_s <= 100
+    await house.ask(prompt="x", model="two", max_tokens=2, keep_alive=-1.0).end()
+    (listed,) = (await house.submit(wire.Ps(id=2)).end()).models
+    assert listed.pinned
+    await house.ask(prompt="x", model="two", max_tokens=2, keep_alive=0.0).end()
+    while house.service.resident():
+        await house.service._residency.keeper.changed()
+
+
+async def test_status_tells_what_the_models_take_and_may_take(house: House) -> None:
+    await house.submit(wire.Load(id=1)).end()
+    status = await house.submit(wire.Status(id=2)).end()
+    assert status.memory_used == status.models[0].bytes
+    assert status.memory_used < status.memory_limit
+    assert status.footprint > status.memory_used
+    house.service._take(Settings(model=house.configuration.settings.model, memory_limit=1000))
+    refused = await house.ask(id=3, prompt="x", model="two").end()
+    assert refused.code == "out_of_memory"
+    status = await house.submit(wire.Status(id=4)).end()
+    assert status.memory_limit == 500, "half of it is for the allocator's cache"
+    house.service._take(Settings(model=house.configuration.settings.model))
+    assert isinstance(await house.ask(id=5, prompt="x", model="two", max_tokens=2).end(), wire.Done)
+
+
 # -- starting and stopping
 
 

@@ -98,7 +98,7 @@ def test_on_the_cpu_everything_is_float32_with_the_values_of_the_checkpoint(tmp_
 
 
 def test_on_a_gpu_the_checkpoint_keeps_its_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_on_cpu", lambda: False)
+    monkeypatch.setattr(loading, "expands", lambda: False)
     directory, packed = quantized(tmp_path / "m", dtype=mx.bfloat16)
     loaded = load(directory)
     assert loaded.dtype == "bfloat16"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mlxbc.cli import exits
-from mlxbc.cli.options import model_name
+from mlxbc.cli.options import add_keep_alive, model_name
 from mlxbc.cli.table import size
 from mlxbc.cli.terminal import Terminal
 from mlxbc.client import Client
@@ -17,7 +17,7 @@ already stays as it is.
 examples:
   mlxbc load
   mlxbc load smollm2
-  mlxbc load ./my-model
+  mlxbc load ./my-model --keepalive 30m
 
 {exits.HELP}"""
 
@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", type=model_name, metavar="MODEL", help="a name that mlxbc models lists, or a path"
     )
+    add_keep_alive(parser)
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing")
 
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     terminal = Terminal(quiet=args.quiet)
     with Client(client_name="mlxbc-load") as client:
         try:
-            loaded = client.load(args.model, on_progress=terminal.progress)
+            loaded = client.load(args.model, keep_alive=args.keepalive, on_progress=terminal.progress)
         finally:
             terminal.end_text()
     if not args.quiet:

@@ -26,6 +26,27 @@ def model_name(text: str) -> str:
     return text
 
 
+def keep_alive(text: str) -> float:
+    """Seconds of a duration as people write it: `30s`, `5m`, `2h`, `0`, `forever`; the last is -1 on the wire."""
+    if text == "forever":
+        return -1.0
+    unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
+    digits = text[:-1] if unit else text
+    if not (digits.isascii() and digits.isdecimal() and len(digits) < 10):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 30s, 5m, 2h, 0 or forever")
+    return float(int(digits) * (unit or 1))
+
+
+def add_keep_alive(parser: argparse.ArgumentParser) -> None:
+    """Add --keepalive."""
+    parser.add_argument(
+        "--keepalive",
+        type=keep_alive,
+        metavar="TIME",
+        help="how long the model stays in memory without a request: 30s, 5m, 2h, 0 or forever (default: as it is)",
+    )
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add -m."""
     parser.add_argument(

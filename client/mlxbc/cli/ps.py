@@ -15,8 +15,10 @@ from mlxbc.client import Client
 _EPILOG = f"""\
 SIZE is that of the weights; KV the memory that running requests hold; CONTEXT
 the most tokens of one request; RUNNING and QUEUED count requests; IDLE is the
-time since the last one. BATCHING says whether requests run together or one at
-a time, and why.
+time since the last one; UNTIL when the model is dropped if nobody asks it. A
+pinned model stays whatever happens. Any other goes when its room is needed, the
+least recently used first, and never while it is asked. BATCHING says whether
+requests run together or one at a time, and why.
 
 examples:
   mlxbc ps
@@ -24,7 +26,7 @@ examples:
 
 {exits.HELP}"""
 
-_HEADER = ("NAME", "SIZE", "DTYPE", "KV", "CONTEXT", "RUNNING", "QUEUED", "IDLE", "BATCHING")
+_HEADER = ("NAME", "SIZE", "DTYPE", "KV", "CONTEXT", "RUNNING", "QUEUED", "IDLE", "UNTIL", "BATCHING")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +47,12 @@ def run(args: argparse.Namespace) -> int:
     return exits.OK
 
 
+def _until(process: wire.Process) -> str:
+    if process.pinned:
+        return "pinned"
+    return "room needed" if process.expires_s is None else f"in {duration(process.expires_s)}"
+
+
 def _row(process: wire.Process) -> tuple[str, ...]:
     together = "together" if process.placement == "continuous" else "one at a time"
     return (
@@ -56,5 +64,6 @@ def _row(process: wire.Process) -> tuple[str, ...]:
         str(process.running),
         str(process.queued),
         "-" if process.running else duration(process.idle_s),
+        _until(process),
         f"{together} ({process.reason})" if process.reason else together,
     )

@@ -38,11 +38,17 @@ def run(args: argparse.Namespace) -> int:
     return exits.OK
 
 
+def _memory(report: wire.StatusReport) -> str:
+    used = f"{size(report.memory_used)} of {size(report.memory_limit)} for models"
+    return f"{used}, {size(report.footprint)} in all ({report.footprint_measure})" if report.footprint else used
+
+
 def _text(report: wire.StatusReport) -> str:
     resident = ", ".join(model.model for model in report.models) or "none"
     lines = [
         f"{report.state}, pid {report.pid}, version {report.version}, up {duration(report.uptime_s)}",
         f"device    {report.device}, {size(report.memory_active)} in use, {size(report.memory_cache)} spare",
+        f"memory    {_memory(report)}",
         f"models    {resident}",
         f"requests  {report.running} running, {report.queued} queued, {report.served} served, {report.failed} failed",
         f"tokens    {report.generated_tokens} generated",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mlxbcd.config import kinds
-from mlxbcd.config.kinds import Kind
+from mlxbcd.config.kinds import FOREVER, Kind
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 ALIASES: Final = "aliases"
@@ -84,6 +84,36 @@ class Settings:
     log_file: Path | None = _key("log.file", kinds.path(), None, "Log there, rotated; empty is standard error.")  # noqa: RUF009
     log_format: str = _key(
         "log.format", kinds.choice("text", "json"), "text", "Lines for people, or one JSON object a line."
+    )
+    keep_alive: float = _key(
+        "models.keep_alive",
+        kinds.duration(),
+        FOREVER,
+        "How long a model that nobody asks stays in memory, unless its room is needed before.",
+        live=True,
+    )
+    pin_default: bool = _key(
+        "models.pin_default", kinds.flag(), True, "Keep the default model in memory whatever happens.", live=True
+    )
+    memory_limit: int | None = _key(
+        "memory.limit",
+        kinds.size(auto=True),
+        None,
+        "What weights, keys and values and spare buffers may take together; auto leaves the system its share.",
+        live=True,
+    )
+    memory_cache: int | None = _key(
+        "memory.cache",
+        kinds.size(auto=True),
+        None,
+        "Freed buffers that MLX may keep for reuse, within memory.limit.",
+        live=True,
+    )
+    memory_wired: str = _key(
+        "memory.wired",
+        kinds.choice("off", "weights"),
+        "off",
+        "Whether macOS may page the weights out; set once at start.",
     )
     queue: int = _key(
         "requests.queue", kinds.count(1, 100_000), 1024, "Requests that may wait or run; more are refused.", live=True

@@ -205,6 +205,12 @@ class Engine:
         """Requests that wait for a place."""
         return sum(not entry.started for entry in self._entries.values())
 
+    @property
+    def claimed(self) -> int:
+        """Bytes that the states of requests with a place hold, or may come to need."""
+        needed = sum(entry.need(self._token_bytes) for entry in self._entries.values() if entry.started)
+        return max(self.report.kv_bytes, needed)
+
     def submit(self, request: Request, listener: Listener, client: str = "", *, held: Held | None = None) -> int:
         """Queue a request; its listener hears the rest. Returns the key to `cancel` it with.
 
@@ -370,7 +376,8 @@ class Engine:
         Raises:
             ServeError: out_of_memory.
         """
-        limit, need = self._policy.bytes_limit, entry.need(self._token_bytes)
+        policy, need = self._policy, entry.need(self._token_bytes)
+        limit = policy.bytes_limit if policy.bytes_most is None else policy.bytes_most
         if limit is not None and need > limit:
             raise ServeError(
                 "out_of_memory",

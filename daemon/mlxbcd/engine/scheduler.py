@@ -34,6 +34,8 @@ class Policy:
         starving_s: a row that has waited this long for its first token gets one of `starving_share` pieces.
         client_lead_s: device time by which a client may be ahead of the least served one that waits in the same class.
         bytes_limit: bytes that the states of all rows may come to need; None is no limit.
+        bytes_most: what that limit could become if all went that can be made again: what needs more is refused. None
+            is `bytes_limit`.
         background: rows of the background class may start; the machine's power says so.
     """
 
@@ -49,6 +51,7 @@ class Policy:
     starving_share: int = 4
     client_lead_s: float = 1.0
     bytes_limit: int | None = None
+    bytes_most: int | None = None
     background: bool = True
 
     def row_limit(self, priority: Priority) -> int:
@@ -207,7 +210,7 @@ def decide(state: State, costs: Costs, policy: Policy) -> Iteration:
 
 
 def _candidates(state: State, policy: Policy) -> tuple[list[Waiting], int]:
-    """The rows that may be prefilled now, and the bytes that the first one that may not is short of."""
+    """The rows that may be prefilled now, and the bytes that the first new one is short of, may it run or not."""
     active: list[Running | Waiting] = [*state.running, *(row for row in state.waiting if row.started)]
     rows = sum(row.rows for row in active)
     held = sum(row.bytes for row in active)
@@ -229,6 +232,7 @@ def _candidates(state: State, policy: Policy) -> tuple[list[Waiting], int]:
         )
         if (fits and not lacking) or not active:
             candidates.append(row)
+            short = short or lacking
             continue
         if fits and lacking and not short:
             short = lacking

@@ -106,7 +106,7 @@ def load(
     weights = _read_weights(directory)
     model_class, args_class = zoo.model_classes(config)
     quantization = _quantization(directory, config)
-    expand = dtype == "auto" and _on_cpu()
+    expand = dtype == "auto" and expands()
     packing: dict[str, Quantization] = {}
     try:
         model: nn.Module = model_class(args_class.from_dict(config))
@@ -378,7 +378,8 @@ def _activation_dtype(parameters: Mapping[str, mx.array]) -> str:
     return counts.most_common(1)[0][0] if counts else "bfloat16"
 
 
-def _on_cpu() -> bool:
+def expands() -> bool:
+    """Whether every weight becomes float32 here, packed ones too. On the device thread."""
     return mx.default_device().type == mx.DeviceType.cpu
 
 

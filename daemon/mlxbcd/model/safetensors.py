@@ -68,6 +68,15 @@ def data_bytes(path: Path) -> int:
     """Bytes of tensor data in a file whose directory is whole and within the file.
 
     Raises:
+        ServeError: see `directory`.
+    """
+    return max((entry["data_offsets"][1] for entry in directory(path).values()), default=0)
+
+
+def directory(path: Path) -> dict[str, dict[str, Any]]:
+    """A file's tensors by name: dtype, shape and data_offsets. It is whole, and the tensors lie within the file.
+
+    Raises:
         ServeError: `load_failed` where it is not; the file was truncated or is no safetensors file.
     """
 
@@ -80,18 +89,25 @@ def data_bytes(path: Path) -> int:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(_HEADER_LIMIT, size - 8):
                 raise damaged(f"its directory would have {length} bytes, the file has {size}")
-            directory = json.loads(file.read(length))
+            entries = json.loads(file.read(length))
     except OSError as error:
         raise ServeError("load_failed", f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError):
         raise damaged("its directory is not JSON") from None
     try:
-        end = max(
-            (int(entry["data_offsets"][1]) for name, entry in directory.items() if name != "__metadata__"),
-            default=0,
-        )
+        entries.pop("__metadata__", None)
+        for entry in entries.values():
+            _check_entry(entry)
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
         raise damaged("its directory has an entry without a place") from None
     if 8 + length + end > size:
         raise damaged(f"its tensors end at byte {8 + length + end}, the file has {size}")
-    return end
+    return dict(entries)
+
+
+def _check_entry(entry: Mapping[str, Any]) -> None:
+    """Raise if numbers are no numbers."""
+    begin, end = entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (begin, end, *entry["shape"])) or begin > end:
+        raise ValueError

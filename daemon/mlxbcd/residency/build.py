@@ -65,13 +65,18 @@ def build(directory: Path, progress: Callable[[int, int], None], cancelled: Call
     try:
         loaded = load(directory, progress=progress, cancelled=cancelled)
     except Cancelled:
-        raise ServeError("load_failed", f"the load of {directory.name} was given up: nobody waits for it") from None
+        raise given_up(directory.name) from None
     try:
         return _assemble(loaded)
     except Exception as error:  # the zoo's own code, at its first forward
         raise ServeError(
             "load_failed", f"{directory.name} was loaded but cannot be run: {type(error).__name__}: {error}"
         ) from error
+
+
+def given_up(name: str) -> ServeError:
+    """Why a load has ended that nobody waits for."""
+    return ServeError("load_failed", f"the load of {name} was given up: nobody waits for it")
 
 
 def _assemble(loaded: Loaded) -> Built:

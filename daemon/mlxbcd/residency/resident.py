@@ -8,16 +8,21 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from mlxbcd.device import Device
+from mlxbcd.engine.budget import MemoryBudget
 from mlxbcd.engine.engine import Engine
 from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.scheduler import Policy
 from mlxbcd.errors import ServeError
+from mlxbcd.model.load import expands
+from mlxbcd.model.size import bytes_in_memory
 from mlxbcd.residency import learned
-from mlxbcd.residency.build import Built, build
+from mlxbcd.residency.build import Built, build, given_up
+from mlxbcd.residency.keeper import Keeper
 from mlxbcd.residency.names import Resolved, resolve
 from mlxbcd.text.template import ChatTemplate
 from mlxbcd.text.tokenizer import Tokenizer
@@ -28,6 +33,8 @@ log = logging.getLogger(__name__)
 Progress: TypeAlias = Callable[[int, int], None]
 """Takes (done, total) bytes, on the loop's thread."""
 
+_UNLIMITED: Final = 1 << 62
+
 
 @dataclass(slots=True)
 class Resident:
@@ -37,6 +44,9 @@ class Resident:
         loaded_s: seconds the load took.
         costs_at: where what its engine learns is kept.
         users: those who are about to use it: see `Residency.use`.
+        keep_alive: seconds it stays without being asked, `math.inf` for ever; None is the daemon's setting.
+        touched: when somebody last began or ended to use it, in seconds of the monotonic clock.
+        leaving: it takes no new users, since another model waits for its room.
     """
 
     source: Resolved
@@ -47,6 +57,9 @@ class Resident:
     loaded_s: float
     costs_at: Path
     users: int = 0
+    keep_alive: float | None = None
+    touched: float = field(default_factory=time.monotonic)
+    leaving: bool = False
 
     def __repr__(self) -> str:
         return f"Resident({self.name}, {self.built}, {self.engine.running} running, {self.users} users)"
@@ -54,6 +67,11 @@ class Resident:
     @property
     def name(self) -> str:
         return self.source.name
+
+    @property
+    def used(self) -> float:
+        """When it was last used, in seconds of the monotonic clock."""
+        return max(self.touched, self.engine.last_active)
 
     @property
     def busy(self) -> bool:
@@ -68,6 +86,8 @@ class _Loading:
     Attributes:
         given_up: nobody wants it any more; read by the device thread between groups of weights.
         done, total: bytes.
+        loaded: the model, once it is there. Until a waiter has noticed, it counts as a user.
+        room: bytes that it may take.
     """
 
     source: Resolved
@@ -77,6 +97,8 @@ class _Loading:
     given_up: bool = False
     done: int = 0
     total: int = 0
+    loaded: Resident | None = None
+    room: int = 0
 
     def __repr__(self) -> str:
         return f"_Loading({self.source.name}, {self.waiters} waiting{', given up' if self.given_up else ''})"
@@ -87,14 +109,25 @@ class _Loading:
             watcher(done, total)
 
 
+class _NoRoom(Exception):
+    """A model is larger than the room that was made for it; nothing of it has been read yet."""
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(f"{needed} bytes")
+        self.needed = needed
+
+
 class Residency:
     """The models of one daemon.
 
     Args:
         on_fault: told when the device can't be trusted any more.
+        budget: None is one without bounds.
 
     Attributes:
         models: the resident ones, by directory.
+        budget: what they may take, and take.
+        keeper: which of them stay.
     """
 
     def __init__(
@@ -102,8 +135,11 @@ class Residency:
         device: Device,
         workers: TextWorkers,
         on_fault: Callable[[DeviceFault], None],
+        budget: MemoryBudget | None = None,
     ) -> None:
         self.models: dict[Path, Resident] = {}
+        self.budget = budget or MemoryBudget(_UNLIMITED)
+        self.keeper = Keeper(self.models, self.budget, self._let_go)
         self._default: str | None = None
         self._aliases: Mapping[str, str] = {}
         self._policy = Policy()
@@ -125,6 +161,12 @@ class Residency:
     def choose(self, *, default: str | None, aliases: Mapping[str, str]) -> None:
         """From now on `None` asks for `default` (None: the embedded model), and `aliases` are names too."""
         self._default, self._aliases = default, aliases
+        self.keeper.default = None
+
+    @property
+    def progress(self) -> list[tuple[str, int, int]]:
+        """Of each load: the model, bytes that were read, and all."""
+        return [(one.source.name, one.done, one.total) for one in self._loading.values()]
 
     async def resolve(self, name: str | None) -> Resolved:
         """What `name` means here and now.
@@ -132,7 +174,10 @@ class Residency:
         Raises:
             ServeError: unknown_model; load_failed for a file that can't be imported.
         """
-        return await self._workers.offload(resolve, name or self._default, self._aliases)
+        found = await self._workers.offload(resolve, name or self._default, self._aliases)
+        if name is None:
+            self.keeper.default = found.path
+        return found
 
     def find(self, source: Resolved) -> Resident | None:
         """The resident model of that source, if it is in memory."""
@@ -148,14 +193,20 @@ class Residency:
         Raises:
             ServeError: load_failed, shutting_down.
         """
-        while (resident := self.models.get(source.path)) is None:
-            await self._wait(source, progress)
+        while (resident := self.models.get(source.path)) is None or resident.leaving:
+            if resident is None:
+                await self._wait(source, progress)
+            else:
+                await self.keeper.changed()
         # Nothing was awaited since it was found, so nobody can have unloaded it.
         resident.users += 1
+        resident.touched = time.monotonic()
         try:
             yield resident
         finally:
             resident.users -= 1
+            resident.touched = time.monotonic()
+            self.keeper.settle()
 
     async def unload(self, source: Resolved) -> Resident:
         """Drop a model from memory. Once begun it goes on, even if the caller is cancelled.
@@ -168,18 +219,38 @@ class Residency:
             raise ServeError("bad_request", f"{source.name} is not loaded; `mlxbc ps` lists what is")
         if resident.busy:
             raise ServeError("bad_request", f"requests run on {resident.name}; cancel them or wait, then unload it")
-        del self.models[source.path]
-        leaving = asyncio.get_running_loop().create_task(self._close(resident), name=f"unload {source.name}")
-        self._leaving[source.path] = leaving
-        leaving.add_done_callback(lambda _: self._leaving.pop(source.path))
-        await asyncio.shield(leaving)
+        await asyncio.shield(self._let_go(resident))
         return resident
+
+    def _let_go(self, resident: Resident) -> asyncio.Task[None]:
+        """See `Keeper`."""
+        path = resident.source.path
+        del self.models[path]
+        leaving = asyncio.get_running_loop().create_task(self._close(resident), name=f"unload {resident.name}")
+        self._leaving[path] = leaving
+        leaving.add_done_callback(lambda _: self._leaving.pop(path))
+        return leaving
+
+    def share_with(self, cache: str, held: Callable[[], int], shed: Callable[[int], int]) -> None:
+        """Count what a cache holds, and have it free memory before a model or a request goes without.
+
+        Args:
+            held: bytes it holds; called on the loop's thread.
+            shed: frees up to so many bytes and tells how many; called on the device thread.
+        """
+
+        async def shed_there(wanted: int) -> int:
+            return await self._device.run(shed, wanted)
+
+        self.budget.measure(cache, "prefix", held)
+        self.keeper.shedders.append(shed_there)
 
     async def close(self) -> None:
         """Load nothing more, give up what is being loaded, and drop everything."""
         self._closed = True
         for loading in self._loading.values():
             loading.given_up = True
+        self.keeper.close()
         changing = [*(loading.task for loading in self._loading.values()), *self._leaving.values()]
         await asyncio.gather(*changing, return_exceptions=True)
         while self.models:
@@ -190,12 +261,15 @@ class Residency:
         await resident.engine.close()
         await self._workers.offload(learned.remember, resident.costs_at, resident.engine.costs)
         await self._device.run(resident.built.close)
+        self.budget.forget(resident.source.path)
+        self.keeper.settle()
 
     def schedule(self, policy: Policy) -> None:
         """Take settings of scheduling, for the models in memory too."""
         self._policy = policy
         for resident in self.models.values():
             resident.engine.policy = self._policy_of(resident.built)
+        self.keeper.settle()
 
     def _policy_of(self, built: Built) -> Policy:
         return replace(self._policy, max_rows=1) if built.reason else self._policy
@@ -221,10 +295,13 @@ class Residency:
             await asyncio.shield(loading.task)
         finally:
             loading.waiters -= 1
+            if loading.loaded is not None:
+                loading.loaded.users -= 1
             if progress is not None:
                 loading.watchers.remove(progress)
             if not loading.waiters:
                 loading.given_up = True
+                self.keeper.settle()
 
     def _begin(self, source: Resolved) -> _Loading:
         if self._closed:
@@ -238,15 +315,48 @@ class Residency:
     async def _load(self, loading: _Loading) -> None:
         source, began = loading.source, time.monotonic()
         try:
-            (tokenizer, template), built = await self._read(loading)
+            (tokenizer, template), built = await self._read_into_room(loading)
             kept = learned.place(source.path, built.device, built.dtype)
             costs = await self._workers.offload(learned.recall, kept)
-            engine = Engine(self._device, built.executor, self._policy_of(built), self._on_fault, costs=costs)
+            engine = Engine(
+                self._device,
+                built.executor,
+                self._policy_of(built),
+                self._on_fault,
+                costs=costs,
+                shed=self.keeper.relieve_soon,
+            )
             seconds = time.monotonic() - began
-            self.models[source.path] = Resident(source, tokenizer, template, engine, built, seconds, kept)
+            self.budget.measure(source.path, "weights", built.bytes)
+            self.budget.measure(source.path, "kv", lambda: engine.claimed)
+            loading.loaded = Resident(source, tokenizer, template, engine, built, seconds, kept, users=loading.waiters)
+            self.models[source.path] = loading.loaded
             log.info("loaded %s in %.1f s: %r", source.name, seconds, built)
         finally:
+            if source.path not in self.models:
+                self.budget.forget(source.path)
             del self._loading[source.path]
+            self.keeper.settle()
+
+    async def _read_into_room(self, loading: _Loading) -> tuple[tuple[Tokenizer, ChatTemplate], Built]:
+        """Make room for the model, and read it. Its size is told by its files first, and by its arrays before they are
+        read: where the two differ it may have to make more room."""
+        source = loading.source
+        if self.keeper.default is None:
+            with contextlib.suppress(ServeError):
+                await self.resolve(None)
+        expand = await self._device.run(expands)
+        needed = await self._workers.offload(partial(bytes_in_memory, source.path, expand=expand))
+        sure = False
+        while True:
+            await self.keeper.reserve(source.path, source.name, needed, sure=sure, given_up=lambda: loading.given_up)
+            if loading.given_up:
+                raise given_up(source.name)
+            loading.room = needed + self.budget.free
+            try:
+                return await self._read(loading)
+            except _NoRoom as larger:
+                needed, sure = larger.needed, True
 
     async def _read(self, loading: _Loading) -> tuple[tuple[Tokenizer, ChatTemplate], Built]:
         """Tokenizer and weights, side by side: one needs a core, the other the disk. Either's failure ends both."""
@@ -256,6 +366,8 @@ class Residency:
                 loading.given_up = True
 
         def report(done: int, total: int) -> None:
+            if total > loading.room:
+                raise _NoRoom(total)
             self._device.tell(loading.advance, done, total)
 
         path = loading.source.path

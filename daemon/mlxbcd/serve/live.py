@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeAlias
-
-import mlx.core as mx
 
 import mlxbcd
 from mlxbc import wire
@@ -23,6 +22,7 @@ from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.runner import Report
 from mlxbcd.engine.scheduler import Policy, planned_chunks
 from mlxbcd.errors import ServeError
+from mlxbcd.model import allocator
 from mlxbcd.model.blas import BlasReport
 from mlxbcd.plan.freeze import check, check_text, freeze, needs
 from mlxbcd.plan.request import Request
@@ -30,6 +30,7 @@ from mlxbcd.plan.resolve import Feature, Plan, resolve
 from mlxbcd.residency.names import Resolved, listing
 from mlxbcd.residency.resident import Residency, Resident
 from mlxbcd.serve import logs
+from mlxbcd.serve.allowance import Allowance
 from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.contract import Fault, Job, Send, Work
 from mlxbcd.serve.generation import PROGRESS_S, Generation, TextStage, plan_reply
@@ -45,7 +46,6 @@ BUSY_S: Final = 10.0
 """A device job that takes longer is worth a note in `status`."""
 STUCK_S: Final = 60.0
 """One that takes longer than this, and isn't a load, may never return."""
-_CPU_CACHE_BYTES: Final = 1 << 30
 _GOOD_ENDS: Final = frozenset({"stop", "length", "cancelled", "superseded", "deadline"})
 ENABLED: Final[frozenset[Feature]] = frozenset()
 """Features that this daemon has."""
@@ -62,7 +62,8 @@ class LiveService:
         self._blas = blas
         self._on_fatal = on_fatal
         self._workers = TextWorkers()
-        self._residency = Residency(device, self._workers, self._fault)
+        self._allowance = Allowance(self._settings)
+        self._residency = Residency(device, self._workers, self._fault, self._allowance.budget)
         self._open: set[Open] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -149,6 +150,12 @@ class LiveService:
         self._settings = settings
         self._residency.choose(default=settings.model, aliases=settings.aliases)
         self._residency.schedule(_policy(settings))
+        gap = settings.decode_gap_ms / 1e3 if settings.decode_gap_ms else None
+        self._residency.schedule(Policy(max_rows=settings.max_rows, decode_gap_s=gap))
+        keeper = self._residency.keeper
+        keeper.keep_alive, keeper.pin_default = settings.keep_alive, settings.pin_default
+        keeper.settle()
+        self._background(self._allowance.change(settings))
         logs.set_level(settings.log_level)
 
     # -- start-up and faults
@@ -159,12 +166,13 @@ class LiveService:
 
     async def _warm(self, preload: bool) -> None:
         try:
-            name = await self._device.run(_bring_up)
+            ready = await self._device.run(allocator.bring_up)
+            await self._allowance.take_effect(ready.recommended, self._limit)
         except Exception as error:
             log.exception("MLX could not be started")
             self._fault(DeviceFault(f"MLX could not be started: {error}"))
             return
-        self._device_name = f"{name} ({self._blas.kind})" if name == "cpu" else name
+        self._device_name = f"{ready.name} ({self._blas.kind})" if ready.name == "cpu" else ready.name
         if not preload:
             return
         try:
@@ -174,6 +182,9 @@ class LiveService:
             note = f"the default model was not loaded: {error.message}"
             log.warning("%s", note)
             self._missing_default = note
+
+    async def _limit(self, everything: int, cache: int, wired: int | None) -> None:
+        await self._device.run(allocator.limit, everything, cache, wired)
 
     def _fault(self, fault: DeviceFault) -> None:
         self._faulted = True
@@ -221,6 +232,7 @@ class LiveService:
         if generation.ended_with not in _GOOD_ENDS:
             self._failed += 1
         self._leave(generation)
+        self._residency.keeper.settle()
         generation.log()
 
     async def _prepare(self, generation: Generation, client: str) -> None:
@@ -246,6 +258,7 @@ class LiveService:
         ) as resident:
             if known is None:
                 generation.clock.loaded = time.monotonic()
+            _keep(resident, request.keep_alive)
             tokenizer = resident.tokenizer
             text, frozen, plan = await self._freeze(resident, request, seed)
             inside = request.messages is not None and opens_inside(text, tokenizer.reasoning)
@@ -357,6 +370,7 @@ class LiveService:
                 job.say(wire.Progress(id=request.id, phase="load", done=done, total=total))
 
         async with self._residency.use(await self._residency.resolve(request.model), progress) as resident:
+            _keep(resident, request.keep_alive)
             seconds = round(time.monotonic() - began, 3)
             job.answer(wire.Loaded(id=request.id, model=resident.name, bytes=resident.built.bytes, seconds=seconds))
 
@@ -370,6 +384,7 @@ class LiveService:
         engines = [resident.engine for resident in self._residency.models.values()]
         newest = max(engines, key=lambda engine: engine.last_active).report if engines else Report()
         running = sum(engine.running for engine in engines)
+        footprint = self._allowance.system.footprint()
         generations = sum(isinstance(job, Generation) for job in self._open)
         return wire.StatusReport(
             id=request_id,
@@ -386,7 +401,12 @@ class LiveService:
             generated_tokens=self._generated,
             memory_active=newest.active_bytes,
             memory_cache=newest.cache_bytes,
+            memory_used=self._residency.budget.used,
+            memory_limit=self._residency.budget.limit,
+            footprint=footprint.bytes,
+            footprint_measure=footprint.measure,
             models=self._processes(),
+            loading=[wire.Loading(*loading) for loading in self._residency.progress],
             notes=self._notes(),
         )
 
@@ -401,24 +421,32 @@ class LiveService:
         return notes
 
     def _processes(self) -> list[wire.Process]:
-        return [_process(resident) for resident in self._residency.models.values()]
+        return [self._process(resident) for resident in self._residency.models.values()]
+
+    def _process(self, resident: Resident) -> wire.Process:
+        engine, built, keeper = resident.engine, resident.built, self._residency.keeper
+        expires = keeper.expires_s(resident)
+        return wire.Process(
+            model=resident.name,
+            path=str(resident.source.path),
+            bytes=built.bytes,
+            dtype=built.dtype,
+            context=built.context,
+            kv_bytes=engine.report.kv_bytes,
+            running=engine.running,
+            queued=engine.queued,
+            idle_s=0.0 if resident.busy else round(time.monotonic() - resident.used, 3),
+            placement="alone" if built.reason else "continuous",
+            reason=built.reason,
+            pinned=keeper.pinned(resident),
+            expires_s=round(expires, 3) if expires < math.inf else None,
+        )
 
 
-def _process(resident: Resident) -> wire.Process:
-    engine, built = resident.engine, resident.built
-    return wire.Process(
-        model=resident.name,
-        path=str(resident.source.path),
-        bytes=built.bytes,
-        dtype=built.dtype,
-        context=built.context,
-        kv_bytes=engine.report.kv_bytes,
-        running=engine.running,
-        queued=engine.queued,
-        idle_s=0.0 if resident.busy else round(time.monotonic() - engine.last_active, 3),
-        placement="alone" if built.reason else "continuous",
-        reason=built.reason,
-    )
+def _keep(resident: Resident, seconds: float | None) -> None:
+    """A client may say how long a model stays; the last one to say so decides."""
+    if seconds is not None:
+        resident.keep_alive = math.inf if seconds < 0 else seconds
 
 
 def _expected_ms(resident: Resident, prompt: int) -> float | None:
@@ -441,13 +469,3 @@ def _policy(settings: Settings) -> Policy:
 
 def _stopping() -> ServeError:
     return ServeError("shutting_down", "the daemon is stopping; retry once it is back")
-
-
-def _bring_up() -> str:
-    """Make MLX ready on the device thread; the name of what it runs on."""
-    if mx.default_device().type == mx.DeviceType.cpu:
-        # Compiling goes through g++ at run time there: a second per new shape, for no measurable gain.
-        mx.disable_compile()
-        mx.set_cache_limit(_CPU_CACHE_BYTES)
-        return "cpu"
-    return str(mx.default_device())
