@@ -124,7 +124,7 @@ class Executor:
     def close(self) -> None:
         """See `Runner.close`."""
         self._guard(lambda: self._group.keep(_nobody, _resumable, self._settled), _nobody)
-        self._group.discard()
+        self._group.close()
         self._preparing.clear()
         self._ready.clear()
         mx.clear_cache()

@@ -168,6 +168,11 @@ class DecodeGroup:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def close(self) -> None:
+        """Drop everything. Whoever was told of rows holds this group, and must not be held by it."""
+        self.discard()
+        self._ended = lambda row, state: None
+
     @property
     def keys(self) -> list[Key]:
         return list(self._rows)
