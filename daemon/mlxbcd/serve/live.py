@@ -150,8 +150,6 @@ class LiveService:
         self._settings = settings
         self._residency.choose(default=settings.model, aliases=settings.aliases)
         self._residency.schedule(_policy(settings))
-        gap = settings.decode_gap_ms / 1e3 if settings.decode_gap_ms else None
-        self._residency.schedule(Policy(max_rows=settings.max_rows, decode_gap_s=gap))
         keeper = self._residency.keeper
         keeper.keep_alive, keeper.pin_default = settings.keep_alive, settings.pin_default
         keeper.settle()
