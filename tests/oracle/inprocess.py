@@ -38,13 +38,13 @@ class Row:
     def prefilled(self, position: int, total: int) -> None:
         self.begun.set()
 
-    def sampled(self, sample: Sample, *, eos: bool) -> None:
+    def sampled(self, sample: Sample, *, eos: bool, candidate: int) -> None:
         self._tokens.append(sample.token)
         self.first.set()
         if len(self._tokens) >= self._wanted:
             self.enough.set()
 
-    def ended(self, reason: End) -> None:
+    def ended(self, reason: End, candidate: int) -> None:
         self.enough.set()
 
     def failed(self, error: ServeError) -> None:

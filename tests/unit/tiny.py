@@ -137,6 +137,19 @@ class Driver:
         self.report = self.executor.iterate(Iteration(decode, planned), start, parting, self.events.extend)
         return self.report
 
+    def step(
+        self,
+        *,
+        decode: bool,
+        piece: tuple[Key, int, bool] | None,
+        start: Sequence[tuple[Key, Request]],
+        leave: Sequence[Leaving],
+    ) -> Report:
+        """One iteration, all of it said: a piece is (key, width, whether it is up to a planned end)."""
+        planned = None if piece is None else Piece(*piece)
+        self.report = self.executor.iterate(Iteration(decode, planned), start, leave, self.events.extend)
+        return self.report
+
     def prefill(self, key: Key, request: Request, widths: Sequence[int] = (), *, decode: bool = True) -> None:
         """Process a whole prompt, in pieces of the given widths and then the rest at once."""
         left = len(request.prompt) + len(request.forced)
