@@ -65,8 +65,8 @@ def test_a_forward_leaves_no_table_behind() -> None:
     cpu.bind(rope)
     with cpu.computing():
         rope(mx.zeros((1, 1, 1, 16)), offset=3)
-        assert cpu._last
-    assert not cpu._last
+        assert cpu._known
+    assert not cpu._known
 
 
 def test_outside_a_forward_a_bound_model_computes_as_the_zoo_does() -> None:

@@ -42,7 +42,7 @@ def computing() -> Iterator[None]:
     finally:
         _computing = False
         # Lazy arrays belong to the thread and the forward that made them.
-        _last.clear()
+        _known.clear()
 
 
 def bind(model: nn.Module) -> None:
@@ -56,7 +56,8 @@ def bind(model: nn.Module) -> None:
 class SharedRope(nn.RoPE):  # type: ignore[misc]  # mlx.nn has no types
     """Rotary positions from tables that all layers of a forward share.
 
-    Layers share them by passing the same offset object, which a forward's cache views do.
+    Layers share them by passing the same offset object, which a forward's cache views do. Groups that run packed take
+    turns in every layer, each with an offset of its own.
     """
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
@@ -69,15 +70,15 @@ class SharedRope(nn.RoPE):  # type: ignore[misc]  # mlx.nn has no types
         return x * cos + turned * sin
 
 
-_last: Final[dict[tuple[int, float, float], tuple[Any, int, tuple[mx.array, mx.array]]]] = {}
+_known: Final[dict[tuple[Any, ...], tuple[Any, tuple[mx.array, mx.array]]]] = {}
 
 
 def _tables(offset: int | mx.array, width: int, dims: int, base: float, scale: float) -> tuple[mx.array, mx.array]:
     """Cosines and signed sines [1 or B, 1, width, dims], kept for the layers that follow."""
-    kind = (dims, base, scale)
-    known = _last.get(kind)
-    if known is not None and known[1] == width and _same(known[0], offset):
-        return known[2]
+    # An array by its identity, which is its own for as long as it is held here.
+    key = (id(offset) if isinstance(offset, mx.array) else offset, type(offset), width, dims, base, scale)
+    if key in _known:
+        return _known[key][1]
     half = dims // 2
     frequencies = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(base) / half))
     first = offset.reshape(-1, 1, 1) if isinstance(offset, mx.array) else offset
@@ -87,14 +88,8 @@ def _tables(offset: int | mx.array, width: int, dims: int, base: float, scale: f
     tables = (mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1))
     if isinstance(offset, mx.array):
         tables = (tables[0][:, None], tables[1][:, None])
-    _last[kind] = (offset, width, tables)
+    _known[key] = (offset, tables)
     return tables
-
-
-def _same(known: Any, offset: int | mx.array) -> bool:
-    if isinstance(offset, mx.array) or isinstance(known, mx.array):
-        return known is offset
-    return bool(known == offset)
 
 
 def attention(
