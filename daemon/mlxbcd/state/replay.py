@@ -20,6 +20,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxbcd.model.parts import PackedView
+from mlxbcd.model.swap import swap
 from mlxbcd.state.layout import Layout
 from mlxbcd.state.nested import NestedLayout, NestedView
 from mlxbcd.state.recurrent import RecurrentLayout, RecurrentView
@@ -90,13 +92,15 @@ class Recorder:
         for layer in self._model.layers:
             for _, module in layer.named_modules():
                 if module is not layer and isinstance(module, weighty):
-                    _swap(module, self._module_call)
-            _swap(layer, self._layer_call)
+                    swap(module, self._module_call)
+            swap(layer, self._layer_call)
 
     def _layer_call(self, plain: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any) -> Any:
         tape = self._tape
         if tape is None or tape.answering is not None:
             return plain(layer, *args, **kwargs)
+        if any(isinstance(value, PackedView) for value in (*args, *kwargs.values())):
+            raise ValueError("a turn that may be taken back can't run packed where layers are recorded for it")
         call = Call(layer, args, kwargs)
         tape.calls.append(call)
         self._inside = call
@@ -258,12 +262,3 @@ def _weighty_classes() -> tuple[type, ...]:
     from mlx_lm.models import switch_layers
 
     return nn.Linear, nn.QuantizedLinear, switch_layers.SwitchGLU, switch_layers.SwitchMLP
-
-
-def _swap(module: nn.Module, call: Callable[..., Any]) -> None:
-    plain = type(module)
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call(plain.__call__, self, args, kwargs)
-
-    module.__class__ = type(plain.__name__, (plain,), {"__call__": __call__, "__module__": plain.__module__})
