@@ -71,6 +71,7 @@ DECISIONS: Final = {
     "mlxbcd.cache.nodes",
     "mlxbcd.engine.budget",
     "mlxbcd.engine.costs",
+    "mlxbcd.engine.packing",
     "mlxbcd.engine.scheduler",
     "mlxbcd.plan.freeze",
     "mlxbcd.plan.request",
