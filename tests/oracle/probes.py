@@ -12,6 +12,7 @@ from mlxbcd.state.schemes import Quantised
 from oracle.alone import Conversion, rounded_texts
 from oracle.crowd import CHUNK, WIDEST, Crowd, Newcomer
 from oracle.families import Family
+from oracle.mixed import MixedCrowd, packing_of
 
 PASS: Final = "pass"
 FULL: Final = 16
@@ -128,6 +129,26 @@ def restore(family: Family) -> str:
     return PASS
 
 
+def packs(family: Family) -> str:
+    """Rows that decode, pieces of one prompt or of two, and windows of several tokens share packed forwards."""
+    if family.composition.reason:
+        return "alone"
+    packing = packing_of(family.name)
+    if packing.reason is not None:
+        return packing.reason.value
+    assert packing.packer is not None
+    crowd = MixedCrowd(family, packing.packer)
+    crowd.admit([Newcomer(0, 1), Newcomer(1, 5, 9), Newcomer(0, 13)])
+    # Each window of eight is filled, wrapped and left behind, among the rows and in the prompt.
+    crowd.admit_beside(Newcomer(1, 26, 9), [3, CHUNK, 6, 1])
+    first, second = crowd.prompt(Newcomer(0, 9)), crowd.prompt(Newcomer(1, 6))
+    crowd.step_beside([first, second], [5, 2])
+    crowd.step_beside([first, second], [4, 4], WIDEST)
+    crowd.step()
+    crowd.check_states()
+    return PASS
+
+
 def _lengths(rows: Rows, key: int) -> list[int]:
     """Where to cut a row: not at all, and as far back as it can be."""
     return sorted({rows.lengths[key], max(rows.retained(key), 1)})
@@ -139,4 +160,5 @@ COLUMNS: Final[Mapping[str, Callable[[Family], str]]] = {
     "rollback": rollback,
     "quantised": quantised,
     "restore": restore,
+    "packs": packs,
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar, Final
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from oracle.alone import TEXTS
 from oracle.crowd import CHUNK, WIDEST, Crowd, Newcomer, Saved
 from oracle.families import load
+from oracle.mixed import MixedCrowd, Prompt, packing_of
 from oracle.probes import FULL
 
 _LONGEST: Final = 26
@@ -84,3 +86,43 @@ class Programs(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.crowd.check_states()
+
+
+class MixedPrograms(Programs):
+    """The same with prompts whose pieces run packed with the running rows, between all the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        packer = packing_of(self.name).packer
+        assert packer is not None
+        self.mixed = self.crowd = MixedCrowd(load(self.name), packer)
+        self.prompts: list[Prompt] = []
+
+    @precondition(lambda self: len(self.prompts) < 2)
+    @rule(newcomer=newcomers)
+    def begin(self, newcomer: Newcomer) -> None:
+        self.prompts.append(self.mixed.prompt(newcomer))
+
+    @precondition(lambda self: len(self.prompts) > 0)
+    @rule(width=st.integers(1, WIDEST), data=st.data())
+    def step_beside(self, width: int, data: st.DataObject) -> None:
+        self.prompts = self.prompts[: max(FULL - len(self.crowd), 0)]
+        pieces = [data.draw(st.integers(1, min(prompt.left, CHUNK)), "piece") for prompt in self.prompts]
+        if pieces:
+            self.mixed.step_beside(self.prompts, pieces, width)
+            self.prompts = [prompt for prompt in self.prompts if prompt.left]
+
+
+def run_programs(kind: type[Programs], name: str, programs: int) -> None:
+    """Run random programs over a family, the same ones each time."""
+    run_state_machine_as_test(
+        type("Family", (kind,), {"name": name}),
+        settings=settings(
+            max_examples=programs,
+            stateful_step_count=25,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
