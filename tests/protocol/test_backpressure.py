@@ -18,6 +18,7 @@ from mlxbc import wire
 from mlxbc.framing import Codec, Inbound, frame
 from mlxbcd.serve.backlog import JOINED, Backlog
 from mlxbcd.serve.limits import Ledger
+from mlxbcd.serve.patience import LATE_S
 
 CODECS = pytest.mark.parametrize("codec", list(Codec))
 PIECE = "x" * 1000
@@ -335,3 +336,23 @@ def caught_up(daemon: FakeDaemon, client: FakeClient) -> FakeClient:
     daemon.do(job.done)
     client.until_terminal(1)
     return client
+
+
+# ------------------------------------------------------------------------------------------- a process that stood still
+
+
+def test_a_daemon_that_stood_still_longer_than_its_timers_drops_nobody(tmp_path: Path) -> None:
+    with fake_daemon(tmp_path, stall_s=0.3) as daemon, daemon.client() as reader:
+        job, sent = paused(daemon, reader)
+        daemon.do(time.sleep, LATE_S + 0.5)  # as after the machine has slept: every timer is due, nothing was read
+        daemon.do(job.done)
+        told = reader.until_terminal(1)
+        assert isinstance(told[-1], wire.Done)
+        assert sum(len(token.text) for token in told[:-1] if isinstance(token, wire.Token)) == sent * len(PIECE)
+
+
+def test_a_reader_that_is_silent_while_the_daemon_runs_is_dropped_all_the_same(tmp_path: Path) -> None:
+    with fake_daemon(tmp_path, stall_s=0.3) as daemon, daemon.client() as reader:
+        job, _ = paused(daemon, reader)
+        daemon.do(time.sleep, LATE_S + 0.5)
+        daemon.until(lambda service: job.cancelled > 0)

@@ -22,6 +22,7 @@ from mlxbcd.device import Device
 from mlxbcd.engine.executor import Executor
 from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.errors import ServeError
+from mlxbcd.machine.power import Condition
 from mlxbcd.model import load as load_module
 from mlxbcd.model.blas import BlasReport
 from mlxbcd.plan.request import Request, Sampling
@@ -540,6 +541,32 @@ async def test_more_requests_than_the_daemon_holds_are_refused(house: House) -> 
     for asked in held:
         await asked.end()
     assert isinstance(await house.ask(prompt="x", max_tokens=2).end(), wire.Done)
+
+
+# -- the machine
+
+
+async def test_background_requests_wait_on_battery_and_others_do_not(house: House) -> None:
+    class Battery:
+        condition_now = Condition(on_battery=True)
+
+        def condition(self) -> Condition:
+            return self.condition_now
+
+    battery = Battery()
+    house.service._manners._power = battery
+    waits = house.ask(id=1, prompt="x", max_tokens=3, priority="background")
+    answered = house.ask(id=2, prompt="x", max_tokens=3)
+    assert isinstance(await answered.end(), wire.Done)
+    status = await house.submit(wire.Status(id=8)).end()
+    assert "background requests wait: the machine runs on battery" in status.notes
+    assert (status.running, status.queued) == (0, 1)
+    assert not waits.over.is_set()
+    battery.condition_now = Condition()
+    house.service._manners._looked = -1e9
+    await house.service._manners.look()
+    assert isinstance(await waits.end(), wire.Done)
+    assert waits.ids == answered.ids
 
 
 # -- how long a model stays

@@ -56,6 +56,9 @@ def _key(name: str, kind: Kind[Any], default: Any, about: str, *, live: bool = F
     return field(default=default, metadata={"key": (name, kind, about, live)})
 
 
+_YIELD: Final = kinds.choice("yield", "ignore")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Effective values. Sizes are bytes and durations seconds; None is the daemon's own choice."""
@@ -115,6 +118,13 @@ class Settings:
         "off",
         "Whether macOS may page the weights out; set once at start.",
     )
+    power_battery: str = _key(
+        "power.battery", _YIELD, "yield", "What background requests do while the machine runs on battery.", live=True
+    )
+    power_low_power: str = _key(
+        "power.low_power", _YIELD, "yield", "What they do in the system's low power mode.", live=True
+    )
+    power_thermal: str = _key("power.thermal", _YIELD, "yield", "What they do while the machine is hot.", live=True)
     queue: int = _key(
         "requests.queue", kinds.count(1, 100_000), 1024, "Requests that may wait or run; more are refused.", live=True
     )

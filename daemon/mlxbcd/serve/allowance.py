@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 
 from mlxbcd.config.settings import Settings
 from mlxbcd.engine.budget import Limits, MemoryBudget, limits
-from mlxbcd.machine import memory
 from mlxbcd.machine.memory import Memory
 
 Apply = Callable[[int, int, int | None], Awaitable[None]]
@@ -18,15 +17,15 @@ class Allowance:
 
     Args:
         apply: see `Apply`.
-        system: what tells the machine's size; None is this one.
+        system: what tells the machine's size.
 
     Attributes:
         budget: what all models may take.
         limits: what the machine and the settings allow.
     """
 
-    def __init__(self, settings: Settings, system: Memory | None = None) -> None:
-        self.system = system or memory.this_system()
+    def __init__(self, settings: Settings, system: Memory) -> None:
+        self.system = system
         self._settings = settings
         self._recommended = 0
         self._apply: Apply | None = None

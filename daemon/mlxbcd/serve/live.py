@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 import mlxbcd
@@ -22,6 +23,7 @@ from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.runner import Report
 from mlxbcd.engine.scheduler import Policy, planned_chunks
 from mlxbcd.errors import ServeError
+from mlxbcd.machine.system import Machine, this_machine
 from mlxbcd.model import allocator
 from mlxbcd.model.blas import BlasReport
 from mlxbcd.plan.freeze import check, check_text, freeze, needs
@@ -35,6 +37,7 @@ from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.contract import Fault, Job, Send, Work
 from mlxbcd.serve.generation import PROGRESS_S, Generation, TextStage, plan_reply
 from mlxbcd.serve.jobs import FinishedJob, TaskJob, internal
+from mlxbcd.serve.manners import Manners
 from mlxbcd.text.channels import opens_inside
 from mlxbcd.text.workers import INLINE_CHARACTERS, TextWorkers
 
@@ -54,7 +57,15 @@ ENABLED: Final[frozenset[Feature]] = frozenset()
 class LiveService:
     """Generation, tokens and models over one device thread."""
 
-    def __init__(self, device: Device, configuration: Configuration, on_fatal: Fault, blas: BlasReport) -> None:
+    def __init__(
+        self,
+        device: Device,
+        configuration: Configuration,
+        on_fatal: Fault,
+        blas: BlasReport,
+        machine: Machine | None = None,
+    ) -> None:
+        machine = machine or this_machine()
         self._device = device
         self._configuration = configuration
         self._settings = configuration.settings
@@ -62,8 +73,16 @@ class LiveService:
         self._blas = blas
         self._on_fatal = on_fatal
         self._workers = TextWorkers()
-        self._allowance = Allowance(self._settings)
+        self._allowance = Allowance(self._settings, machine.memory)
         self._residency = Residency(device, self._workers, self._fault, self._allowance.budget)
+        self._manners = Manners(
+            machine.power,
+            machine.memory,
+            self._residency.keeper,
+            lambda: self._allowance.budget.limit,
+            self._workers.offload,
+            self._schedule,
+        )
         self._open: set[Open] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -140,6 +159,7 @@ class LiveService:
             job.failed(_stopping())
         if self._warming is not None:
             self._warming.cancel()
+        self._manners.rest()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if not self._faulted:
             await self._residency.close()
@@ -149,12 +169,16 @@ class LiveService:
     def _take(self, settings: Settings) -> None:
         self._settings = settings
         self._residency.choose(default=settings.model, aliases=settings.aliases)
-        self._residency.schedule(_policy(settings))
+        self._manners.take(settings)
+        self._schedule()
         keeper = self._residency.keeper
         keeper.keep_alive, keeper.pin_default = settings.keep_alive, settings.pin_default
         keeper.settle()
         self._background(self._allowance.change(settings))
         logs.set_level(settings.log_level)
+
+    def _schedule(self) -> None:
+        self._residency.schedule(replace(_policy(self._settings), background=self._manners.background))
 
     # -- start-up and faults
 
@@ -203,10 +227,12 @@ class LiveService:
     def _enter(self, job: Open) -> None:
         self._open.add(job)
         self._idle.clear()
+        self._manners.watch()
 
     def _leave(self, job: Open) -> None:
         self._open.discard(job)
         if not self._open:
+            self._manners.rest()
             self._idle.set()
 
     def _answer(self, request_id: int, reply: Send, work: Callable[[TaskJob], Awaitable[None]]) -> TaskJob:
@@ -218,6 +244,8 @@ class LiveService:
     # -- generation
 
     def _generate(self, request: wire.Generate, reply: Send, client: str) -> Generation:
+        if self._manners.refusal:
+            raise ServeError("out_of_memory", self._manners.refusal)
         check(request)
         generation = Generation(request, reply, self._ended, client)
         self._enter(generation)
@@ -244,6 +272,8 @@ class LiveService:
 
     async def _admit(self, generation: Generation, client: str) -> None:
         request = generation.wire
+        if request.priority == "background":
+            await self._manners.look()
         source = await self._residency.resolve(request.model)
         seed = request.seed if request.seed is not None else secrets.randbits(52)
         stream = request.resume.stream if request.resume is not None else secrets.token_hex(16)
@@ -413,6 +443,10 @@ class LiveService:
         if self._missing_default and not self._residency.models:
             notes.append(self._missing_default)
         notes += self._configuration.notes()
+        if self._manners.reason:
+            notes.append(f"background requests wait: {self._manners.reason}")
+        if self._manners.refusal:
+            notes.append("new requests are refused: the system is out of memory")
         notes += [f"loading {name}" for name in self._residency.loading]
         if self._device.busy_s > BUSY_S and not self._residency.loading:
             notes.append(f"the device has been busy with one step for {self._device.busy_s:.0f} s")

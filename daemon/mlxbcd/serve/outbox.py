@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from mlxbc import wire
 from mlxbc.framing import Codec, frame
 from mlxbcd.serve.backlog import Backlog
 from mlxbcd.serve.limits import Limits
+from mlxbcd.serve.patience import Patience
 
 
 class Outbox:
@@ -39,7 +41,7 @@ class Outbox:
         self._backlog = Backlog(self._encode)
         self._paused = False
         self._closed = False
-        self._stall: asyncio.TimerHandle | None = None
+        self._stall: Patience | None = None
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "paused" if self._paused else "open"
@@ -90,8 +92,8 @@ class Outbox:
         self._paused = True
         if not self._closed:
             seconds = self._limits.stall_s
-            loop = asyncio.get_running_loop()
-            self._stall = loop.call_later(seconds, self._give_up, f"it has read nothing for {seconds:g} s")
+            silent = partial(self._give_up, f"it has read nothing for {seconds:g} s")
+            self._stall = Patience(asyncio.get_running_loop(), seconds, silent)
             self._changed()
 
     def resume(self) -> None:

@@ -33,6 +33,7 @@ from mlxbcd.serve.contract import Service, Work
 from mlxbcd.serve.limits import Ledger, Limits
 from mlxbcd.serve.logs import where
 from mlxbcd.serve.outbox import Outbox
+from mlxbcd.serve.patience import Patience
 from mlxbcd.serve.peer import hung_up, peer_of
 from mlxbcd.serve.replies import error_reply, mismatch
 
@@ -96,7 +97,7 @@ class Session(asyncio.Protocol):
         self._refusal: ServeError | None = None
         self._reading = True
         self._held = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Patience | None = None
 
     def __repr__(self) -> str:
         return (
@@ -385,7 +386,7 @@ class Session(asyncio.Protocol):
     def _arm(self, seconds: float, action: Callable[[], None]) -> None:
         """Let the one timer of this connection do `action`; it runs before the hello, and at the end."""
         self._disarm()
-        self._timer = self._loop.call_later(seconds, action)
+        self._timer = Patience(self._loop, seconds, action)
 
     def _disarm(self) -> None:
         if self._timer is not None:
