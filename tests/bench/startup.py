@@ -22,9 +22,11 @@ from bench.processes import Daemon, Peer, Server, script
 from bench.registry import Settings
 from bench.stories import chat
 from bench.table import Row, Target, compare
+from bench.to_wire import milliseconds as to_wire_ms
 from bench.weights import exported
 
 _FASTER = Target("ratio", ">=", 1.0)
+_SOON = Target("ours", "<=", 100)
 _QUESTION = "What is the capital of France?"
 _ANSWER = 8
 
@@ -41,7 +43,7 @@ print()
 
 
 def run(settings: Settings) -> list[Row]:
-    """Rows `startup/ready`, `startup/first-token` and `startup/client`."""
+    """Rows `startup/ready`, `startup/first-token`, `startup/client` and `startup/client-to-wire`."""
     model, peer_model = settings.model, exported(settings.model)
     starts: dict[str, list[tuple[float, float]]] = {"ours": [], "peer": []}
     for _ in range(settings.pick(7, 2)):
@@ -52,7 +54,8 @@ def run(settings: Settings) -> list[Row]:
     ready, first = ({side: median(figure[i] for figure in figures) for side, figures in starts.items()} for i in (0, 1))
     client = _clients(Daemon(model), Peer(peer_model), settings.pick(15, 3))
     version = peer_version()
-    return [
+    to_wire = to_wire_ms(settings.pick(15, 3))
+    rows = [
         compare(name, figures["ours"], figures["peer"], unit, "lower", peer_version=version, target=_FASTER, note=note)
         for name, figures, unit, note in (
             ("startup/ready", ready, "s", ""),
@@ -60,6 +63,9 @@ def run(settings: Settings) -> list[Row]:
             ("startup/client", client, "ms CPU", "beside urllib and json alone"),
         )
     ]
+    if to_wire is not None:
+        rows.append(compare("startup/client-to-wire", to_wire, None, "ms CPU", "lower", target=_SOON))
+    return rows
 
 
 def _start(server: Server, side: Side) -> tuple[float, float]:
