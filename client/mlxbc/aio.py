@@ -158,9 +158,9 @@ class AsyncClient:
         request = build.tokens(wire.Count, self._number(), text, messages, fields)
         return (await self._call(request, wire.Counted)).count
 
-    async def models(self) -> list[wire.ModelEntry]:
-        """The models on this machine, resident or not."""
-        return (await self._call(self._build(wire.Models), wire.ModelList)).models
+    async def models(self, *, memory: bool = False) -> list[wire.ModelEntry]:
+        """The models on this machine, resident or not; with `memory` also what each would take there."""
+        return (await self._call(self._build(wire.Models, memory=memory), wire.ModelList)).models
 
     async def load(
         self,

@@ -140,9 +140,9 @@ class Client:
         request = build.tokens(wire.Count, self._exchange.number(), text, messages, fields)
         return self._call(request, wire.Counted).count
 
-    def models(self) -> list[wire.ModelEntry]:
-        """The models on this machine, resident or not."""
-        return self._call(self._build(wire.Models), wire.ModelList).models
+    def models(self, *, memory: bool = False) -> list[wire.ModelEntry]:
+        """The models on this machine, resident or not; with `memory` also what each would take there."""
+        return self._call(self._build(wire.Models, memory=memory), wire.ModelList).models
 
     def load(
         self,

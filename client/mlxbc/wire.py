@@ -178,6 +178,8 @@ class Models(_Request, frozen=True, tag="models"):
     """What can be loaded: the embedded model, the hub cache, and what is resident."""
 
     id: Id
+    memory: bool = False
+    """Tell what each would take in memory, which needs a look into its files."""
 
 
 class Load(_Request, frozen=True, tag="load"):
@@ -403,6 +405,8 @@ class ModelEntry(Struct, omit_defaults=True, frozen=True):
     bytes: int
     resident: bool = False
     default: bool = False
+    memory: int = 0
+    """About how many bytes its weights take in memory; 0 where that is not known."""
 
 
 class ModelList(_Reply, frozen=True, tag="model_list"):

@@ -191,7 +191,9 @@ def test_options_are_typed_by_the_wire(path: Path) -> None:
     }
     pairs = [word for key, value in options.items() for word in ("-o", key, value)]
     with FakeDaemon(path, record):
-        command_line.run(path, "ask", *pairs, "-o", "stop", "###", "-o", "stop", "[1]", "-m", "tiny", "hi")
+        command_line.run(
+            *(path, "ask", *pairs, "-o", "stop", "###", "-o", "stop", "[1]", "-m", "tiny", "--keepalive", "5m", "hi")
+        )
     (request,) = record.requests
     assert request == wire.Generate(
         id=request.id,
@@ -203,6 +205,7 @@ def test_options_are_typed_by_the_wire(path: Path) -> None:
         logit_bias={42: -100.0},
         template_options={"enable_thinking": False},
         stop=["###", "[1]"],
+        keep_alive=300,
     )
 
 

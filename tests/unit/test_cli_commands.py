@@ -200,13 +200,22 @@ def test_ps_of_no_models_is_its_header_and_an_empty_array(path: Path, output: Ou
 
 
 def test_models_tells_what_can_be_loaded(path: Path, output: Output) -> None:
+    sizes = {"org/small": 1_000_000_000, "org/large": 5_500_000_000, "org/huge": 7_000_000_000, "org/odd": 0}
     entries = [
-        wire.ModelEntry(name="smollm2", source="embedded", path="/m", bytes=90_000_000, resident=True, default=True),
-        wire.ModelEntry(name="org/big", source="hub", path="/h", bytes=8_000_000_000),
+        wire.ModelEntry(
+            name="smollm2", source="embedded", path="/m", bytes=90_000_000, resident=True, default=True, memory=1
+        ),
+        *(
+            wire.ModelEntry(name=name, source="hub", path="/h", bytes=size // 2, memory=size)
+            for name, size in sizes.items()
+        ),
     ]
 
     def script(session: Session) -> None:
-        session.send(wire.ModelList(id=session.receive(wire.Models).id, models=entries))
+        request = session.receive(wire.Models)
+        assert request.memory
+        session.send(wire.ModelList(id=request.id, models=entries))
+        report(session)
 
     with FakeDaemon(path, script):
         assert cli.main(["models"]) == 0
@@ -214,9 +223,12 @@ def test_models_tells_what_can_be_loaded(path: Path, output: Output) -> None:
         assert cli.main(["models", "--json"]) == 0
         assert msgspec.json.decode(output()[0], type=list[wire.ModelEntry]) == entries
     assert shown.splitlines() == [
-        "NAME     SIZE     SOURCE    STATE",
-        "smollm2  90.0 MB  embedded  resident, default",
-        "org/big  8.0 GB   hub       -",
+        "NAME       SIZE     MEMORY  FITS          SOURCE    STATE",
+        "smollm2    90.0 MB  1 B     yes           embedded  resident, default",
+        "org/small  500 MB   1.0 GB  yes           hub       -",
+        "org/large  2.8 GB   5.5 GB  if others go  hub       -",
+        "org/huge   3.5 GB   7.0 GB  no            hub       -",
+        "org/odd    0 B      -       -             hub       -",
     ]
 
 

@@ -278,6 +278,7 @@ def test_every_setting_reaches_the_daemon(endpoint: Endpoint) -> None:
                 "top_k": 40,
                 "min_p": 0.1,
                 "repetition_penalty": 1.1,
+                "keep_alive": 300,
                 "chat_template_kwargs": {"enable_thinking": False},
             },
         )
@@ -297,6 +298,7 @@ def test_every_setting_reaches_the_daemon(endpoint: Endpoint) -> None:
         top_k=40,
         min_p=0.1,
         repetition_penalty=1.1,
+        keep_alive=300,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         logit_bias={42: -100.0},

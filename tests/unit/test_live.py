@@ -283,7 +283,10 @@ async def test_models_are_listed_loaded_and_unloaded(house: House) -> None:
     def shown(listing: wire.ModelList) -> list[tuple[str, bool, bool]]:
         return [(entry.name, entry.resident, entry.default) for entry in listing.models]
 
+    sizes = [entry.memory for entry in (await house.submit(wire.Models(id=7, memory=True)).end()).models]
+    assert [entry.memory for entry in (await house.submit(wire.Models(id=8)).end()).models] == [0, 0]
     loaded = await house.submit(wire.Load(id=1, model="two")).end()
+    assert sizes[1] == loaded.bytes
     assert (loaded.model, loaded.bytes > 0) == ("two", True)
     assert shown(await house.submit(wire.Models(id=2)).end()) == [("one", False, True), ("two", True, False)]
     (process,) = (await house.submit(wire.Ps(id=3)).end()).models

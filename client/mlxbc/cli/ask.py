@@ -82,6 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print one JSON object: text, reasoning, reason, usage, timings, ...",
     )
+    options.add_keep_alive(parser)
     parser.add_argument("--no-stream", action="store_true", help="print the answer once it is complete")
     parser.add_argument(
         "--dry-run",

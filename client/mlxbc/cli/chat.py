@@ -63,6 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_system(parser)
     options.add_generation(parser)
     add_conversation(parser)
+    options.add_keep_alive(parser)
     parser.add_argument("--md", action="store_true", help="show Markdown as a terminal can")
     parser.add_argument(
         "--stats",

@@ -102,6 +102,8 @@ def generation(parser: argparse.ArgumentParser, args: argparse.Namespace, *, log
         parser.error("log-probabilities are shown by mlxbc ask --json only")
     if args.model is not None:
         chosen["model"] = args.model
+    if getattr(args, "keepalive", None) is not None:
+        chosen["keep_alive"] = args.keepalive
     return chosen
 
 

@@ -73,6 +73,7 @@ class _Sampling(_Object, frozen=True):
     top_k: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    keep_alive: wire.KeepAlive | None = None
     # These name the caller to a service that has accounts. There are none here, so nothing is lost with them.
     user: str | None = None
     safety_identifier: str | None = None

@@ -29,6 +29,7 @@ _SAME: Final = (
     "logit_bias",
     "seed",
     "n",
+    "keep_alive",
 )
 """Fields that mean the same and are called the same."""
 

@@ -6,6 +6,7 @@ only after it has matched a pattern without separators or dots that climb.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from mlxbcd.errors import ServeError
+from mlxbcd.model.size import bytes_in_memory
 from mlxbcd.residency import store
 
 Source: TypeAlias = Literal["embedded", "hub", "directory"]
@@ -50,12 +52,14 @@ class Entry:
 
     Attributes:
         bytes: of its weights on the disk.
+        memory: about how many they take in memory; 0 where that was not asked or can't be told.
     """
 
     name: str
     source: Source
     path: Path
     bytes: int
+    memory: int = 0
 
 
 def resolve(name: str | None, aliases: Mapping[str, str] = {}) -> Resolved:
@@ -90,9 +94,16 @@ def resolve(name: str | None, aliases: Mapping[str, str] = {}) -> Resolved:
     return known.get(name) or _by_ending(name, known, aliases)
 
 
-def listing() -> list[Entry]:
-    """Every model that `resolve` finds by name: embedded, imported, then the hub's cache, each by name."""
-    return [Entry(found.name, found.source, found.path, _weight_bytes(found.path)) for found in _known()]
+def listing(expand: bool | None = None) -> list[Entry]:
+    """Every model that `resolve` finds by name: embedded, imported, then the hub's cache, each by name.
+
+    Args:
+        expand: look into the files for what the weights take in memory, as float32 or as they are; None doesn't.
+    """
+    return [
+        Entry(found.name, found.source, found.path, _weight_bytes(found.path), _memory(found.path, expand))
+        for found in _known()
+    ]
 
 
 def hub_cache() -> Path:
@@ -180,6 +191,13 @@ def _by_ending(name: str, known: Mapping[str, Resolved], aliases: Mapping[str, s
     hint = f"did you mean {', '.join(near)}?" if near else "mlxbc models lists what is here"
     pull = f"; mlxbc pull {name} fetches it" if is_repository(name) else ""
     raise ServeError("unknown_model", f"there is no model {name!r} here: {hint}{pull}")
+
+
+def _memory(directory: Path, expand: bool | None) -> int:
+    if expand is not None:
+        with contextlib.suppress(ServeError):
+            return bytes_in_memory(directory, expand=expand)
+    return 0
 
 
 def _weight_bytes(directory: Path) -> int:

@@ -368,7 +368,8 @@ class LiveService:
             job.answer(wire.Tokens(id=request.id, tokens=tokens, text="" if request.messages is None else seen))
 
     async def _models(self, request: wire.Models, job: TaskJob) -> None:
-        entries = await self._workers.offload(listing)
+        expand = self._device_name.startswith("cpu") if request.memory else None
+        entries = await self._workers.offload(listing, expand)
         default: Resolved | None = None
         try:
             default = await self._residency.resolve(None)
@@ -382,6 +383,7 @@ class LiveService:
                 bytes=entry.bytes,
                 resident=entry.path in self._residency.models,
                 default=default is not None and entry.path == default.path,
+                memory=entry.memory,
             )
             for entry in entries
         ]
