@@ -51,7 +51,7 @@ function _shtab_mlxbc_using
 end
 
 set -g _shtab_mlxbc_commands ask chat explain log templates serve service http lsp stop config status ps models pull load unload tokenize count completion
-set -g _shtab_mlxbc_opts_with_value --allow-host --allow-origin --cid --deadline-ms --file --host --lines --lines-after --lines-before --max-tokens --model --option --param --port --save --system --template --timeout -f -m -n -o -p -s -t
+set -g _shtab_mlxbc_opts_with_value --allow-host --allow-origin --cid --deadline-ms --file --host --keepalive --lines --lines-after --lines-before --max-tokens --model --option --param --port --save --system --template --timeout -f -m -n -o -p -s -t
 
 complete -c mlxbc -e
 complete -c mlxbc -f
@@ -63,7 +63,7 @@ complete -c mlxbc -n '_shtab_mlxbc_using ask' -s h -l help -d 'show this help me
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s f -l file -xka "(__fish_complete_path (commandline -ct))" -d 'a file whose text goes before the arguments; may be repeated'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s s -l system -x -d 'the system prompt'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
-complete -c mlxbc -n '_shtab_mlxbc_using ask' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: deadline_ms, frequency_penalty, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, repetition_penalty, seed, stop, temperature, template_options, top_k, top_logprobs, top_p'
+complete -c mlxbc -n '_shtab_mlxbc_using ask' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: deadline_ms, frequency_penalty, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, repetition_penalty, seed, stop, temperature, template_options, top_k, top_logprobs, top_p'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s t -l template -xka "(mlxbc complete templates)" -d 'ask as this template says'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s p -l param -x -d 'fill a blank of the template; may be repeated'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l save -x -d 'keep all this as a template, and ask nothing'
@@ -76,6 +76,7 @@ complete -c mlxbc -n '_shtab_mlxbc_using ask' -s x -l extract -d 'print the firs
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l code -d 'ask for code alone, and print that'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l md -d 'show Markdown as a terminal can'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l json -d 'print one JSON object: text, reasoning, reason, usage, timings, ...'
+complete -c mlxbc -n '_shtab_mlxbc_using ask' -l keepalive -x -d 'how long the model stays in memory without a request: 30s, 5m, 2h, 0 or forever (default: as it is)'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l no-stream -d 'print the answer once it is complete'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l dry-run -d 'print what the model would see, and ask nothing'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l stats -d 'print token counts and times to standard error'
@@ -86,11 +87,12 @@ complete -c mlxbc -n '_shtab_mlxbc_using chat' -s h -l help -d 'show this help m
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s f -l file -xka "(__fish_complete_path (commandline -ct))" -d 'a file whose text goes before the arguments; may be repeated'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s s -l system -x -d 'the system prompt'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
-complete -c mlxbc -n '_shtab_mlxbc_using chat' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: deadline_ms, frequency_penalty, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, repetition_penalty, seed, stop, temperature, template_options, top_k, top_logprobs, top_p'
+complete -c mlxbc -n '_shtab_mlxbc_using chat' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: deadline_ms, frequency_penalty, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, repetition_penalty, seed, stop, temperature, template_options, top_k, top_logprobs, top_p'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s c -l continue -d 'go on with the last conversation'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -l cid -xka "(mlxbc complete conversations)" -d 'go on with this conversation; mlxbc log lists them'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -l log -d 'keep the conversation, so that -c can go on with it'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -l no-log -d 'don'"'"'t, even if mlxbc log is on'
+complete -c mlxbc -n '_shtab_mlxbc_using chat' -l keepalive -x -d 'how long the model stays in memory without a request: 30s, 5m, 2h, 0 or forever (default: as it is)'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -l md -d 'show Markdown as a terminal can'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -l stats -d 'print token counts and times after each answer to standard error'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s R -l hide-reasoning -d 'don'"'"'t show what the model thinks'
@@ -99,7 +101,7 @@ complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a 
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -s h -l help -d 'show this help message and exit'
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -s s -l system -x -d 'the system prompt'
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
-complete -c mlxbc -n '_shtab_mlxbc_using explain' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: deadline_ms, frequency_penalty, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, repetition_penalty, seed, stop, temperature, template_options, top_k, top_logprobs, top_p'
+complete -c mlxbc -n '_shtab_mlxbc_using explain' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: deadline_ms, frequency_penalty, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, repetition_penalty, seed, stop, temperature, template_options, top_k, top_logprobs, top_p'
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -l raw -d 'take the text as it is, without the model'"'"'s chat template'
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -l json -d 'print one JSON object'
 complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a log -d 'Look at the conversations that are kept, and say whether they are.'
@@ -161,6 +163,7 @@ complete -c mlxbc -n '_shtab_mlxbc_using pull' -s h -l help -d 'show this help m
 complete -c mlxbc -n '_shtab_mlxbc_using pull' -s q -l quiet -d 'print the directory only'
 complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a load -d 'Make a model resident, and wait until it is.'
 complete -c mlxbc -n '_shtab_mlxbc_using load' -s h -l help -d 'show this help message and exit'
+complete -c mlxbc -n '_shtab_mlxbc_using load' -l keepalive -x -d 'how long the model stays in memory without a request: 30s, 5m, 2h, 0 or forever (default: as it is)'
 complete -c mlxbc -n '_shtab_mlxbc_using load' -s q -l quiet -d 'print nothing'
 complete -c mlxbc -n '_shtab_mlxbc_using load; and test $_shtab_mlxbc_npos -eq 0' -ka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path'
 complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a unload -d 'Drop a resident model.'
