@@ -92,6 +92,29 @@ class Message(_Part, frozen=True):
     content: str
 
 
+class Excerpt(_Part, frozen=True):
+    """Text of another file."""
+
+    text: str
+    path: Annotated[str, Meta(max_length=4096)] = ""
+
+
+class Fim(_Part, frozen=True):
+    """A place in a file to write something at."""
+
+    prefix: str
+    """Text before it."""
+    suffix: str = ""
+    """Text after it."""
+    path: Annotated[str, Meta(max_length=4096)] = ""
+    language: Annotated[str, Meta(max_length=64)] = ""
+    """As editors name it; left out, the path's extension tells."""
+    context: Annotated[list[Excerpt], Meta(max_length=256)] = []
+    """Other text that helps, what matters most last. What doesn't fit is left out from the first on."""
+    single_line: bool = False
+    """End at the end of the line."""
+
+
 class Resume(_Part, frozen=True):
     """Continue an earlier generation: the rest of the `generate` message repeats the original request."""
 

@@ -7,7 +7,8 @@ Nothing of transformers is imported unless a model has no tokenizer.json, and a 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -28,6 +29,8 @@ REASONING_MARKERS: Final = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 """Pairs around a model's reasoning, as the known families write them."""
+_BRACKETS: Final = frozenset("<>[]|")
+"""Control tokens are written with some of these."""
 
 
 class Tokenizer:
@@ -116,6 +119,43 @@ class Tokenizer:
             raise ServeError(
                 "bad_request", "the text isn't valid Unicode (it has a lone surrogate); send well-formed text"
             ) from None
+
+    def begin(self) -> list[int]:
+        """What this tokenizer puts before a raw prompt: usually BOS or nothing."""
+        ids = self._backend.encode("").ids
+        return [ids[0]] if ids and ids[0] == self.bos_id else []
+
+    def encode_literal(self, text: str, after: str) -> list[int]:
+        """Ids of a text that stands after a control token, in which control tokens are text like any other.
+
+        Args:
+            after: the control token; "" for none.
+        """
+        ids: list[int] = []
+        for piece in self._harmless(text):
+            encoded = self.encode(after + piece, special=False)
+            ids += encoded[1:] if after else encoded
+        return ids
+
+    def _harmless(self, text: str) -> Iterator[str]:
+        """The text in pieces that hold no control token as a whole."""
+        begin = 0
+        for found in self._controls.finditer(text):
+            yield text[begin : found.start() + 1]
+            begin = found.start() + 1
+        if begin < len(text):
+            yield text[begin:]
+
+    @cached_property
+    def _controls(self) -> re.Pattern[str]:
+        """Every control token that is recognised in a text as it is written. Runs of spaces are tokens, but none."""
+        added = self._backend.get_added_tokens_decoder().values()
+        known = [token.content for token in added if token.special or not _BRACKETS.isdisjoint(token.content)]
+        return re.compile("|".join(re.escape(token) for token in sorted(known, key=len, reverse=True)) or r"(?!)")
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it, or None."""
+        return self._id(token)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a list of ids as the model's output shows it.
