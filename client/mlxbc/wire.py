@@ -85,11 +85,42 @@ class Hello(_Request, frozen=True, tag="hello", forbid_unknown_fields=False):
     """Largest frame in bytes the client wants to send."""
 
 
-class Message(_Part, frozen=True):
-    """One chat message."""
+class PastCall(_Part, frozen=True):
+    """A tool call of an earlier turn."""
 
-    role: Literal["system", "user", "assistant"]
-    content: str
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    arguments: str = "{}"
+    """JSON text of an object."""
+    id: Annotated[str, Meta(max_length=256)] = ""
+
+
+class Message(_Part, frozen=True):
+    """One chat message. A `tool` message is the result of the call that it names."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    tool_calls: Annotated[list[PastCall], Meta(max_length=128)] = []
+    """What an assistant message called."""
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    """The call that a tool message answers."""
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    """The function that a tool message comes from, for templates that show it."""
+
+
+class Function(_Part, frozen=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    """JSON Schema of an object; left out, it takes nothing."""
+
+
+class Tool(_Part, frozen=True):
+    """A definition in OpenAI's form."""
+
+    function: Function
+    type: Literal["function"] = "function"
 
 
 class Excerpt(_Part, frozen=True):

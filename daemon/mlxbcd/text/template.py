@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 
 from jinja2 import Template
 from jinja2.exceptions import TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 
 from mlxbcd.errors import ServeError
 from mlxbcd.text.deadline import Overtime, run_within
@@ -30,27 +31,37 @@ class ChatTemplate:
         seconds: time limit of one rendering.
     """
 
+    variables: frozenset[str]
+    """Names that the template reads from outside."""
+
     def __init__(self, source: str | None, specials: Mapping[str, str], *, seconds: float = TIME_LIMIT) -> None:
         self._specials = dict(specials)
         self._seconds = seconds
         self._template: Template | None = None
         self._fault: ServeError | None = None
+        self.variables = frozenset()
         if source is None:
             self._fault = ServeError("bad_request", f"this model has no chat template; {_RAW}")
             return
         try:
-            self._template = self._limited(lambda: Sandbox().from_string(source))
+            self._template, self.variables = self._limited(lambda: _compile(source))
         except ServeError as error:
             self._fault = error
 
     def __repr__(self) -> str:
         return f"ChatTemplate({'ready' if self._fault is None else self._fault.message})"
 
-    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The text of a prompt that ends where the assistant's turn begins.
 
         Args:
             messages: plain data (`role`, `content`, …). A field that is None is treated as absent.
+            tools: definitions of functions.
             options: more variables for the template, by name; they may replace special tokens, `tools` and
                 `documents`.
 
@@ -65,7 +76,7 @@ class ChatTemplate:
         if taken := _RESERVED & options.keys():
             raise ServeError("bad_request", f"a template option can't be named {sorted(taken)[0]!r}; rename it")
         variables = {
-            "tools": None,
+            "tools": list(tools) if tools else None,
             "documents": None,
             **self._specials,
             **options,
@@ -89,3 +100,8 @@ class ChatTemplate:
         except Exception as error:
             problem = f"failed ({type(error).__name__}: {error}); {_RAW}"
         raise ServeError("bad_request", f"this model's chat template {problem}") from None
+
+
+def _compile(source: str) -> tuple[Template, frozenset[str]]:
+    sandbox = Sandbox()
+    return sandbox.from_string(source), frozenset(find_undeclared_variables(sandbox.parse(source)))
