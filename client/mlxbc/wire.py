@@ -53,7 +53,7 @@ ErrorCode: TypeAlias = Literal[
 ]
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "superseded", "deadline"]
 Priority: TypeAlias = Literal["interactive", "normal", "background"]
-Channel: TypeAlias = Literal["text", "reasoning"]
+Channel: TypeAlias = Literal["text", "reasoning", "tool_calls"]
 
 
 class _Request(Struct, tag_field="type", forbid_unknown_fields=True, omit_defaults=True, kw_only=True, frozen=True):

@@ -9,8 +9,8 @@ from mlxbcd.text.channels import ChannelSplitter, opens_inside
 MARKERS = ("<think>", "</think>")
 
 
-def split(*parts: str, inside: bool = False) -> list[tuple[str, str]]:
-    splitter = ChannelSplitter(MARKERS, inside=inside)
+def split(*parts: str, inside: bool = False, first: bool = False) -> list[tuple[str, str]]:
+    splitter = ChannelSplitter(MARKERS, inside=inside, first=first)
     return [piece for part in parts for piece in splitter.push(part)] + splitter.finish()
 
 
@@ -73,3 +73,24 @@ def test_a_prompt_opens_reasoning_only_by_ending_with_the_marker(prompt: str, ex
 def test_a_stream_without_markers_cannot_begin_inside() -> None:
     with pytest.raises(ValueError, match="without markers"):
         ChannelSplitter(None, inside=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "expected"),
+    [
+        ('{"a": "<think>b</think>"}', False, [("text", '{"a": "<think>b</think>"}')]),
+        ("</think> a", False, [("text", "</think> a")]),
+        ("<think>\n a</think>\n <think>b</think>", False, [("reasoning", "a"), ("text", "\n <think>b</think>")]),
+        ("a</think>  b</think>", True, [("reasoning", "a"), ("text", "  b</think>")]),
+        ("<thin", False, [("text", "<thin")]),
+        ("", False, []),
+    ],
+)
+def test_reasoning_that_can_only_come_first_leaves_the_rest_to_the_letter(
+    text: str, inside: bool, expected: list[tuple[str, str]]
+) -> None:
+    for cut in range(len(text) + 1):
+        parts = split(text[:cut], text[cut:], inside=inside, first=True)
+        joined = [(channel, "".join(text for other, text in parts if other == channel)) for channel, _ in expected]
+        assert joined == expected
+        assert sum(len(text) for _, text in parts) == sum(len(text) for _, text in expected)

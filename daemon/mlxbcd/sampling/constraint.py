@@ -56,6 +56,7 @@ class RowConstraint:
         grammar: at the beginning of what is said.
         reasoning: None for a row that has none: the markers are text like any other then.
         inside: the prompt has opened reasoning.
+        leads: the grammar is for the beginning; what follows it is free.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class RowConstraint:
         reasoning: Reasoning | None = None,
         *,
         inside: bool = False,
+        leads: bool = False,
     ) -> None:
+        self._leads = leads
         self._width = width
         self._ends = frozenset(ends)
         self._grammar = grammar
@@ -86,7 +89,7 @@ class RowConstraint:
     @property
     def complete(self) -> bool:
         """The grammar is satisfied, and nothing can be added."""
-        return self._grammar is not None and not self._place.inside and self._grammar.complete
+        return not self._leads and self._grammar is not None and not self._place.inside and self._grammar.complete
 
     @property
     def foresees(self) -> bool:
@@ -102,21 +105,21 @@ class RowConstraint:
     def copy(self) -> RowConstraint:
         """Another one at the same place, with nothing to take back."""
         grammar = self._grammar.copy() if self._grammar is not None else None
-        twin = RowConstraint(self._width, self._ends, grammar, self._reasoning)
+        twin = RowConstraint(self._width, self._ends, grammar, self._reasoning, leads=self._leads)
         twin._place = self._place
         return twin
 
     def mask(self) -> Words | None:
         """Which tokens may come next; None allows all."""
-        reasoning, place = self._reasoning, self._place
+        reasoning, place, grammar = self._reasoning, self._place, self._ruling
         if place.inside:
             assert reasoning is not None
             if reasoning.budget is not None and place.thought >= reasoning.budget:
                 return only(reasoning.closing, self._width)
-            return self._unending() if self._grammar is not None else None
-        if self._grammar is None:
+            return self._unending() if grammar is not None else None
+        if grammar is None:
             return None
-        words = self._grammar.mask()
+        words = grammar.mask()
         if reasoning is not None and not place.begun:
             words[reasoning.opening // 32] |= 1 << (reasoning.opening % 32)
         return words
@@ -141,19 +144,24 @@ class RowConstraint:
         if self._grammar is not None and said > self._place.said:
             self._grammar.retract(said - self._place.said)
 
+    @property
+    def _ruling(self) -> Matcher | None:
+        """The grammar, unless it has led to where the rest is free."""
+        return None if self._leads and self._grammar is not None and self._grammar.complete else self._grammar
+
     def _after(self, token: int) -> _Place:
         """Where the row is after `token`; the grammar sees what is said."""
-        place, reasoning = self._place._replace(begun=True), self._reasoning
+        place, reasoning, grammar = self._place._replace(begun=True), self._reasoning, self._ruling
         if place.inside:
             assert reasoning is not None
             if token == reasoning.closing:
                 return place._replace(inside=False)
             return place._replace(thought=place.thought + 1)
-        if reasoning is not None and token == reasoning.opening and (self._grammar is None or not self._place.begun):
+        if reasoning is not None and token == reasoning.opening and (grammar is None or not self._place.begun):
             return place._replace(inside=True)
-        if self._grammar is None:
+        if grammar is None:
             return place
-        self._grammar.accept(token)
+        grammar.accept(token)
         return place._replace(said=place.said + 1)
 
     def _unending(self) -> Words:

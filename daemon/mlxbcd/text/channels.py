@@ -26,15 +26,18 @@ class ChannelSplitter:
     Args:
         markers: what opens and closes reasoning; None puts everything into the text channel, untouched.
         inside: the prompt has already opened a reasoning block (`opens_inside`).
+        first: reasoning comes first or not at all; from the first character that is said on everything is text, to the
+            letter.
     """
 
-    def __init__(self, markers: tuple[str, str] | None, *, inside: bool) -> None:
+    def __init__(self, markers: tuple[str, str] | None, *, inside: bool, first: bool = False) -> None:
         if inside and markers is None:
             raise ValueError("a stream can't begin inside reasoning without markers")
         self._opening = markers[0] if markers is not None else None
         self._matcher = Matcher(markers) if markers is not None else None
         self._channel: Channel = "reasoning" if inside else "text"
         self._after_marker = inside
+        self._first = first
 
     def __repr__(self) -> str:
         return f"ChannelSplitter({self._channel}, {self._matcher!r})"
@@ -48,11 +51,20 @@ class ChannelSplitter:
         while True:
             certain, marker, position = self._matcher.scan(text, position)
             self._emit(certain, parts)
+            if self._first and self._channel == "text" and (certain or marker not in (None, self._opening)):
+                self._emit((marker or "") + self._matcher.flush() + text[position:], parts)
+                self._matcher = None
+                return parts
             if marker is None:
                 return parts
             # An opening marker inside reasoning, or a closing one outside, changes nothing, and doesn't show.
             self._channel = "reasoning" if marker == self._opening else "text"
             self._after_marker = True
+            if self._first and self._channel == "text":
+                self._after_marker = False
+                self._emit(text[position:], parts)
+                self._matcher = None
+                return parts
 
     def finish(self) -> list[tuple[Channel, str]]:
         """The text ended: release what could have begun a marker."""

@@ -16,18 +16,23 @@ from mlxbcd.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """The text of one stream. Streams share a tokenizer and nothing else."""
+    """The text of one stream. Streams share a tokenizer and nothing else.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        continues: the stream goes on within a text, where the first token keeps a space that it would lose as the first
+            of one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, continues: bool = False) -> None:
         self._hidden = tokenizer.hidden
         self._text: _Text
         match tokenizer.decoding.kind:
             case DecoderKind.BYTES:
                 self._text = _ByteText(tokenizer)
             case DecoderKind.LOCAL:
-                self._text = _LocalText(tokenizer)
+                self._text = _LocalText(tokenizer, tokenizer.anchor if continues else [])
             case DecoderKind.WHOLE:
-                self._text = _WholeText(tokenizer)
+                self._text = _WholeText(tokenizer, tokenizer.anchor if continues else [])
 
     def __repr__(self) -> str:
         return f"Detokenizer({self._text!r})"
@@ -75,11 +80,11 @@ class _ByteText:
 class _LocalText:
     """Pieces whose text depends on the piece before: decode each after that one, and cut that one off."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
         self._tokenizer = tokenizer
         self._byte_fallback = tokenizer.decoding.byte_fallback
-        self._before: list[int] = []
-        """The newest token that has become text and ends a run of bytes; empty at the start."""
+        self._before = before
+        """The newest token that has become text and ends a run of bytes; empty at the start of a text."""
         self._held: list[int] = []
         """Later tokens that have no text as yet: an open run of bytes."""
 
@@ -110,8 +115,9 @@ class _LocalText:
 class _WholeText:
     """Nothing is known about the decoder, so nothing is final before the end."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
         self._tokenizer = tokenizer
+        self._before = before
         self._ids: list[int] = []
 
     def __repr__(self) -> str:
@@ -122,4 +128,5 @@ class _WholeText:
         return ""
 
     def finish(self) -> str:
-        return self._tokenizer.decode(self._ids)
+        decode = self._tokenizer.decode
+        return decode(self._before + self._ids)[len(decode(self._before)) :]

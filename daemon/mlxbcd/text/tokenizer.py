@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -120,6 +121,22 @@ class Tokenizer:
                 "bad_request", "the text isn't valid Unicode (it has a lone surrogate); send well-formed text"
             ) from None
 
+    def to_json(self) -> str:
+        """The vocabulary as the text of a tokenizer.json."""
+        return self._backend.to_str()
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by token."""
+        return self._backend.get_vocab()
+
+    def showing(self, tokens: Iterable[str]) -> Tokenizer:
+        """The same tokenizer, but that some tokens have text in the output although they are special."""
+        other = copy(self)
+        ids = {self._id(token) for token in tokens}
+        other.hidden = frozenset(index for index in self.hidden if index not in ids or index in self.eos_ids)
+        return other
+
     def begin(self) -> list[int]:
         """What this tokenizer puts before a raw prompt: usually BOS or nothing."""
         ids = self._backend.encode("").ids
@@ -172,8 +189,8 @@ class Tokenizer:
             return self.piece(token_id) or ""
         if self.decoding.kind is DecoderKind.BYTES:
             return self.token_bytes(token_id).decode("utf-8", "replace")
-        before = self._backend.decode(self._anchor, skip_special_tokens=False)
-        return self._backend.decode([*self._anchor, token_id], skip_special_tokens=False)[len(before) :]
+        before = self._backend.decode(self.anchor, skip_special_tokens=False)
+        return self._backend.decode([*self.anchor, token_id], skip_special_tokens=False)[len(before) :]
 
     def piece(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token, or None for an id it doesn't have."""
@@ -187,7 +204,7 @@ class Tokenizer:
         return found
 
     @cached_property
-    def _anchor(self) -> list[int]:
+    def anchor(self) -> list[int]:
         """A token to put before another, so that the other isn't treated as the first of its text."""
         ids = self.encode("a", special=False)
         return ids[-1:]
