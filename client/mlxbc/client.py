@@ -97,7 +97,7 @@ class Client:
     def generate(
         self, prompt: str | None = None, *, messages: Sequence[MessageLike] | None = None, **fields: Any
     ) -> Stream:
-        """Start a generation from exactly one of a raw `prompt` and a chat's `messages`.
+        """Start a generation from exactly one of a raw `prompt`, a chat's `messages` and `fim`, a place in a file.
 
         `fields` are those of `wire.Generate`: model, temperature, top_p, max_tokens, seed, stop, …
 

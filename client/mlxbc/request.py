@@ -40,13 +40,13 @@ G = TypeVar("G", wire.Generate, wire.Explain)
 def generate(
     kind: type[G], number: int, prompt: str | None, messages: Sequence[MessageLike] | None, fields: dict[str, Any]
 ) -> G:
-    """A `generate` or `explain` request from exactly one prompt form and any other fields.
+    """A `generate` or `explain` request from exactly one prompt form (`fim` is a field) and any other fields.
 
     Raises:
         BadRequest: both or neither prompt form, an unknown field, or a value out of range.
     """
-    if (prompt is None) == (messages is None):
-        raise BadRequest("give exactly one of prompt (raw text) and messages (a chat)")
+    if sum(source is not None for source in (prompt, messages, fields.get("fim"))) != 1:
+        raise BadRequest("give exactly one of prompt (raw text), messages (a chat) and fim (a place in a file)")
     return build(kind, number, prompt=prompt, messages=messages, **fields)
 
 

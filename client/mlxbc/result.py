@@ -21,6 +21,9 @@ class Output(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reasoning: str = ""
     ids: list[int] = []
     logprobs: list[wire.TokenLogprob] = []
+    mean_logprob: float | None = None
+    tool_calls: list[wire.ToolCall] = []
+    unparsed: list[str] = []
 
 
 class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -38,6 +41,9 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
         reasoning: what the model thought, for models that mark it.
         ids: token ids of the output, if the request was resumable.
         logprobs: one entry for each token, if the request asked for them.
+        mean_logprob: of these tokens.
+        tool_calls: what the model wants called.
+        unparsed: calls that were cut off or made no sense, in the model's words.
         outputs: all outputs, if the request asked for several; the rest of this result is then the first one's.
         plan: how it was run, if the request asked to be told.
     """
@@ -53,6 +59,9 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reasoning: str = ""
     ids: list[int] = []
     logprobs: list[wire.TokenLogprob] = []
+    mean_logprob: float | None = None
+    tool_calls: list[wire.ToolCall] = []
+    unparsed: list[str] = []
     outputs: list[Output] = []
     plan: wire.Plan | None = None
 
@@ -60,27 +69,33 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class _Parts:
     """What has come of one output."""
 
-    __slots__ = ("ids", "logprobs", "reasoning", "text")
+    __slots__ = ("calls", "ids", "logprobs", "reasoning", "text")
 
     def __init__(self) -> None:
         self.text: list[str] = []
         self.reasoning: list[str] = []
         self.ids: list[int] = []
         self.logprobs: list[wire.TokenLogprob] = []
+        self.calls: list[wire.ToolCall] = []
 
     def add(self, token: wire.Token) -> None:
-        (self.text if token.channel == "text" else self.reasoning).append(token.text)
+        (self.reasoning if token.channel == "reasoning" else self.text).append(token.text)
+        if token.call is not None:
+            self.calls.append(token.call)
         self.ids += token.ids
         self.logprobs += token.logprobs
 
-    def output(self, reason: wire.FinishReason, stop: str | None) -> Output:
+    def output(self, end: wire.Done | wire.Candidate) -> Output:
         return Output(
             text="".join(self.text),
-            reason=reason,
-            stop=stop,
+            reason=end.reason,
+            stop=end.stop,
             reasoning="".join(self.reasoning),
             ids=self.ids,
             logprobs=self.logprobs,
+            mean_logprob=end.mean_logprob,
+            tool_calls=self.calls,
+            unparsed=end.unparsed,
         )
 
 
@@ -103,7 +118,7 @@ class Collector:
     def result(self, done: wire.Done) -> Result:
         """The whole, once the last frame is there."""
         accepted = self._accepted
-        first = self._first.output(done.reason, done.stop)
+        first = self._first.output(done)
         return Result(
             text=first.text,
             reason=first.reason,
@@ -116,8 +131,11 @@ class Collector:
             reasoning=first.reasoning,
             ids=first.ids,
             logprobs=first.logprobs,
+            mean_logprob=first.mean_logprob,
+            tool_calls=first.tool_calls,
+            unparsed=first.unparsed,
             outputs=[
-                (self._others.get(number, _Parts()) if number else self._first).output(one.reason, one.stop)
+                (self._others.get(number, _Parts()) if number else self._first).output(one)
                 for number, one in enumerate(done.candidates)
             ],
             plan=done.plan,

@@ -155,15 +155,32 @@ class Resume(_Part, frozen=True):
 
 
 class Generate(_Request, frozen=True, tag="generate"):
-    """Generate from exactly one of `messages` (chat) and `prompt` (raw text)."""
+    """Generate from exactly one of `messages` (chat), `prompt` (raw text) and `fim` (a place in a file)."""
 
     id: Id
     messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)] | None = None
     prompt: str | None = None
+    fim: Fim | None = None
     model: ModelName | None = None
     """None asks for the daemon's default model."""
     template_options: dict[str, Scalar] = {}
     """Passed to the chat template by name (`enable_thinking`, …)."""
+    tools: Annotated[list[Tool], Meta(max_length=128)] = []
+    """Functions that a chat's answer may call. Calls come in the channel `tool_calls`, each once and whole."""
+    tool_choice: Annotated[str, Meta(min_length=1, max_length=64)] = "auto"
+    """auto; none; required (the answer begins with a call); or the name of the function it has to call."""
+    thinking: bool | None = None
+    """Whether a chat's answer is thought about first. Left out, the model's template decides."""
+    thinking_budget: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
+    """Tokens of reasoning, after which it is closed and the answer begins."""
+    schema: dict[str, Any] | bool | None = None
+    """JSON Schema that the text satisfies. At most one of schema, grammar, regex and choice can be given."""
+    grammar: Annotated[str, Meta(min_length=1)] | None = None
+    """Lark grammar of the text, as llguidance reads it."""
+    regex: Annotated[str, Meta(min_length=1)] | None = None
+    """Regular expression that the whole text matches."""
+    choice: Annotated[list[str], Meta(min_length=1, max_length=10_000)] | None = None
+    """The text is one of these."""
     temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
     """0 is greedy. Sampling fields left out come from the model's generation_config.json."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -177,7 +194,7 @@ class Generate(_Request, frozen=True, tag="generate"):
     seed: Seed | None = None
     """Draw i depends on (seed, i) alone. Left out: random, and told in `accepted`."""
     max_tokens: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
-    """Left out: what fits the model's context, at most 2048."""
+    """Left out: what fits the model's context, at most 2048; for `fim` 256, or 64 for a single line."""
     stop: Annotated[list[StopString], Meta(max_length=16)] = []
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
@@ -353,10 +370,24 @@ class Token(_Reply, frozen=True, tag="token"):
     n: int = 1
     """Tokens that became part of the output with this frame (text can wait for a later token)."""
     channel: Channel = "text"
+    call: ToolCall | None = None
+    """In the channel `tool_calls`, whose frames have no text."""
     candidate: int = 0
     """Which of the request's outputs this is part of."""
     ids: list[int] = []
     logprobs: list[TokenLogprob] = []
+
+
+class ToolCall(Struct, omit_defaults=True, frozen=True):
+    """A function that the model wants called, with what."""
+
+    index: int
+    """Calls before it in this output."""
+    id: str
+    """Goes into `tool_call_id` of the message that brings the result."""
+    name: str
+    arguments: str
+    """JSON text of an object."""
 
 
 class Usage(Struct, omit_defaults=True, frozen=True):
@@ -383,6 +414,8 @@ class Candidate(Struct, omit_defaults=True, frozen=True):
     reason: FinishReason
     generated: int
     stop: str | None = None
+    mean_logprob: float | None = None
+    unparsed: list[str] = []
 
 
 class Plan(Struct, omit_defaults=True, frozen=True):
@@ -409,6 +442,10 @@ class Done(_Reply, frozen=True, tag="done"):
     timings: Timings
     stop: str | None = None
     """The stop string that ended it, if one did."""
+    mean_logprob: float | None = None
+    """Mean of the tokens' log-probabilities, if they were asked for and there are any."""
+    unparsed: list[str] = []
+    """Tool calls that were cut off or made no sense, as the model wrote them; nothing of them is in the text."""
     candidates: list[Candidate] = []
     """One for each output where `n` asked for several; `reason` and `stop` are the first one's, `usage` counts all."""
     plan: Plan | None = None

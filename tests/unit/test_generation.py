@@ -16,7 +16,9 @@ from mlxbc import wire
 from mlxbcd.errors import ServeError
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Sample
-from mlxbcd.serve.generation import Generation, TextStage
+from mlxbcd.serve.generation import Generation
+from mlxbcd.text.channels import ChannelSplitter
+from mlxbcd.text.stage import TextStage
 from mlxbcd.text.tokenizer import Tokenizer
 
 
@@ -69,7 +71,9 @@ class Session:
             stop=tuple(stop),
             forced=tuple(forced),
         )
-        stage = TextStage.resumed(self.tokenizer, request, inside=self.inside)
+        channels = ChannelSplitter(self.tokenizer.reasoning, inside=self.inside)
+        stage = TextStage(self.tokenizer, request.stop, channels)
+        stage.prime(request.forced)
         self.generation.start(self.engine, request, self.tokenizer, [stage])  # type: ignore[arg-type]
         return self
 

@@ -80,6 +80,28 @@ def test_special_tokens_padding_and_ids_beyond_the_vocabulary_are_never_allowed(
     assert mask < set(range(BACKEND.get_vocab_size()))
 
 
+@pytest.mark.parametrize(
+    "source", [Source.of_choices(["a<think>b", "a<|user|>"]), Source("regex", "a<think>b|a<..ser..")]
+)
+def test_a_text_that_looks_like_a_control_token_is_spelled(source: Source) -> None:
+    matcher = follow(source, "a")
+    assert texts(matcher) == {"<"}
+    matcher.accept(*(BACKEND.token_to_id(character) for character in "<|user|>"))
+    assert not matcher.fault
+    assert matcher.complete
+
+
+def test_a_grammar_may_name_control_tokens() -> None:
+    thinking = Source("grammar", 'start: <think> "<think>" /<.h/ <|user|>  // <think>')
+    matcher = TOKENS.compile(thinking).start()
+    assert texts(matcher) == {"<think>"}
+    matcher.accept(BACKEND.token_to_id("<think>"))
+    assert texts(matcher) == {"<"}
+    matcher.accept(*(BACKEND.token_to_id(character) for character in "<think><xh"))
+    assert texts(matcher) == {"<|user|>"}
+    assert refusal(Source("grammar", "start: <nobody>")).data
+
+
 def test_tokens_can_be_taken_back() -> None:
     matcher = follow(Source("regex", "ab[cd]e"), "a")
     before = texts(matcher)

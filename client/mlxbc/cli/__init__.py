@@ -21,6 +21,7 @@ from mlxbc.errors import MlxbcError
 COMMANDS = {
     "ask": "ask one question; the answer streams to standard output",
     "chat": "talk with a model",
+    "fim": "write on at a place in a file",
     "explain": "show how a question would be run, and why",
     "log": "look at conversations that were kept",
     "templates": "list the templates of ask",

@@ -5,14 +5,30 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 from msgspec.structs import FieldInfo, fields
 
 from mlxbc import wire
 
-_NOT_OPTIONS = frozenset({"id", "messages", "prompt", "model", "n", "explain", "supersede", "resumable", "resume"})
+_NOT_OPTIONS = frozenset(
+    {
+        "id",
+        "messages",
+        "prompt",
+        "fim",
+        "tools",
+        "tool_choice",
+        "model",
+        "n",
+        "explain",
+        "supersede",
+        "resumable",
+        "resume",
+    }
+)
 """Fields of `generate` that arguments or other options stand for, or that only a program can use."""
 
 
@@ -150,6 +166,8 @@ def _shape(kind: Any) -> Any:
     """The container that a field's type is, below its annotations: list, dict, or something without parts."""
     if get_origin(kind) is Annotated:
         return _shape(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return next((shape for shape in map(_shape, get_args(kind)) if shape), None)
     return get_origin(kind)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, Final
 
 from mlxbc import wire
 from mlxbcd.errors import ServeError
-from mlxbcd.plan.request import Priority, Request, Sampling
+from mlxbcd.plan.request import Constraint, Priority, Request, Sampling
 from mlxbcd.plan.resolve import Needs
 
 _LEAST_REPETITION_PENALTY: Final = 1e-6
@@ -21,13 +21,53 @@ def check(request: wire.Generate) -> None:
     Raises:
         ServeError: bad_request.
     """
-    _check_source("generate", "prompt", request.prompt, request)
+    if sum(source is not None for source in (request.messages, request.prompt, request.fim)) != 1:
+        raise ServeError("bad_request", "generate takes exactly one of messages, prompt and fim")
+    if request.messages is None:
+        _check_no_chat(request)
+    _check_constraints(request)
     if request.top_logprobs and not request.logprobs:
         raise ServeError("bad_request", "top_logprobs needs logprobs: true")
     if request.resume is not None and request.n > 1:
         raise ServeError("bad_request", "resume continues one output; ask for n: 1")
     if request.resume is not None and request.seed is None and _random(request):
         raise ServeError("bad_request", "resume needs the seed that `accepted` told, or the draws would differ")
+
+
+def _check_no_chat(request: wire.Generate) -> None:
+    """What is for chats alone."""
+    asked = {
+        "template_options": bool(request.template_options),
+        "tools": bool(request.tools),
+        "thinking": request.thinking is not None,
+        "thinking_budget": request.thinking_budget is not None,
+    }
+    for name, given in asked.items():
+        if given:
+            raise ServeError("bad_request", f"{name} needs messages: nothing else goes through the chat template")
+
+
+def _check_constraints(request: wire.Generate) -> None:
+    kinds = ("schema", "grammar", "regex", "choice")
+    given = [kind for kind in kinds if getattr(request, kind) is not None]
+    if len(given) > 1:
+        raise ServeError("bad_request", f"give {given[0]} or {given[1]}: a text can follow one of them")
+    names = [tool.function.name for tool in request.tools]
+    choice = request.tool_choice
+    if choice not in ("auto", "none") and not names:
+        raise ServeError("bad_request", f"tool_choice {choice!r} needs tools")
+    if choice not in ("auto", "none", "required") and choice not in names:
+        raise ServeError("bad_request", "tool_choice is auto, none, required or the name of one of the tools")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ServeError("bad_request", f"two tools are called {twice}; give each a name of its own")
+    if taken := {"auto", "none", "required"}.intersection(names):
+        raise ServeError("bad_request", f"a tool can't be called {min(taken)}, which tool_choice knows; rename it")
+    if given and names and choice != "none":
+        raise ServeError(
+            "bad_request", f"{given[0]} leaves no room for calls: set tool_choice to none, or leave it out"
+        )
+    if request.thinking is not None and (switch := request.template_options.keys() & {"enable_thinking", "thinking"}):
+        raise ServeError("bad_request", f"give thinking or the template option {min(switch)}, not both")
 
 
 def check_text(request: wire.Tokenize | wire.Count) -> None:
@@ -51,14 +91,17 @@ def priority(request: wire.Generate) -> Priority:
     return Priority.NORMAL if request.priority is None else Priority[request.priority.upper()]
 
 
-def needs(request: wire.Generate, sampling: Sampling) -> Needs:
+def needs(request: wire.Generate, sampling: Sampling, *, constrained: bool = False) -> Needs:
     """What the plan of a request depends on.
 
     Args:
         sampling: with the model's defaults filled in.
+        constrained: something rules out tokens.
     """
     return Needs(
         logprobs=request.logprobs,
+        grammar=constrained,
+        fim=request.fim is not None,
         penalised=sampling.penalised,
         biased=bool(sampling.logit_bias),
         candidates=request.n,
@@ -80,6 +123,8 @@ def freeze(
     context: int,
     vocab_size: int,
     max_tokens: int,
+    stop: tuple[str, ...] = (),
+    constraint: Callable[[], Constraint] | None = None,
 ) -> Request:
     """The immutable request.
 
@@ -90,6 +135,8 @@ def freeze(
         context: tokens a row may hold.
         vocab_size: width of the logits.
         max_tokens: to generate where the request does not say.
+        stop: strings that end the text, besides the request's own.
+        constraint: see `Request`.
 
     Raises:
         ServeError: bad_request or context_too_long.
@@ -136,8 +183,9 @@ def freeze(
         max_tokens=limit,
         eos=eos,
         sampling=sampling,
-        stop=tuple(request.stop),
+        stop=(*request.stop, *stop),
         forced=forced,
+        constraint=constraint,
         candidates=request.n,
         priority=priority(request),
     )

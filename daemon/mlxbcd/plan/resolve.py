@@ -40,6 +40,7 @@ class Feature(Enum):
     GRAMMAR_JUMP = "grammar jump"
     GRAMMAR_PROPOSALS = "grammar proposals"
     COMPILED_DECODE = "compiled decode"
+    INFILLING = "infilling"
 
 
 class Kind(Enum):
@@ -70,6 +71,10 @@ class Reason(Enum):
     STATE_NOT_REVERSIBLE = (Kind.OFF, "this model's state can't take tokens back")
     RUNS_ALONE = (Kind.OFF, "the request runs alone")
     NO_DRAFTER = (Kind.OFF, "this model has no drafter")
+    NO_MIDDLE = (
+        Kind.OFF,
+        "this model has no tokens for a middle: it goes on from the text before the cursor",
+    )
     NO_GRAMMAR = (Kind.OFF, "the request has no grammar")
     BESIDE_MEDIA = (Kind.OFF, "not proven beside images or sound")
     BESIDE_GRAMMAR = (Kind.OFF, "not proven beside a grammar")
@@ -105,6 +110,7 @@ class Needs:
     media: bool = False
     adapter: bool = False
     grammar: bool = False
+    fim: bool = False
     logprobs: bool = False
     penalised: bool = False
     biased: bool = False
@@ -128,6 +134,7 @@ class Capabilities:
         drafts: it has a drafter, or prompt lookup serves it.
         named_draft: the drafter that the request names, if it names one, is among them.
         media, adapters: it takes these.
+        infills: it has tokens to fill in a middle with.
     """
 
     samples: bool = True
@@ -139,6 +146,7 @@ class Capabilities:
     named_draft: bool = False
     media: bool = False
     adapters: bool = False
+    infills: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +234,8 @@ def _off(
             return _grammar_proposals(needs, model)
         case Feature.COMPILED_DECODE:
             return _compiled(needs, model)
+        case Feature.INFILLING:
+            return None if model.infills else Reason.NO_MIDDLE
 
 
 def _unasked(feature: Feature, needs: Needs) -> Reason | None:
@@ -236,6 +246,8 @@ def _unasked(feature: Feature, needs: Needs) -> Reason | None:
     if feature is Feature.DRAFTS and needs.draft is Draft.OFF:
         return Reason.OPTED_OUT
     if feature is Feature.ECHO and not needs.echo:
+        return Reason.NOT_ASKED
+    if feature is Feature.INFILLING and not needs.fim:
         return Reason.NOT_ASKED
     if feature in (Feature.GRAMMAR_JUMP, Feature.GRAMMAR_PROPOSALS) and not needs.grammar:
         return Reason.NO_GRAMMAR
@@ -279,7 +291,7 @@ def _compiled(needs: Needs, model: Capabilities) -> Reason | None:
         return Reason.RUNS_ALONE
     if not model.fixed_shapes:
         return Reason.STATE_OF_ITS_OWN
-    return Reason.BESIDE_ECHO if needs.echo else _beside(needs, adapter=True)
+    return Reason.BESIDE_ECHO if needs.echo else _beside(needs, adapter=True, grammar=True)
 
 
 def _speculates(model: Capabilities) -> Reason | None:

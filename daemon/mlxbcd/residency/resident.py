@@ -22,8 +22,11 @@ from mlxbcd.model.load import expands
 from mlxbcd.model.size import bytes_in_memory
 from mlxbcd.residency import learned
 from mlxbcd.residency.build import Built, build, given_up
+from mlxbcd.residency.grammars import Grammars
 from mlxbcd.residency.keeper import Keeper
 from mlxbcd.residency.names import Resolved, resolve
+from mlxbcd.residency.words import Words
+from mlxbcd.sampling.grammar import Vocabulary
 from mlxbcd.text.template import ChatTemplate
 from mlxbcd.text.tokenizer import Tokenizer
 from mlxbcd.text.workers import TextWorkers
@@ -41,6 +44,7 @@ class Resident:
     """A model in memory, with the engine that serves it.
 
     Attributes:
+        grammars: those that its requests follow.
         loaded_s: seconds the load took.
         costs_at: where what its engine learns is kept.
         users: those who are about to use it: see `Residency.use`.
@@ -50,8 +54,8 @@ class Resident:
     """
 
     source: Resolved
-    tokenizer: Tokenizer
-    template: ChatTemplate
+    words: Words
+    grammars: Grammars
     engine: Engine
     built: Built
     loaded_s: float
@@ -72,6 +76,14 @@ class Resident:
     def used(self) -> float:
         """When it was last used, in seconds of the monotonic clock."""
         return max(self.touched, self.engine.last_active)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.words.tokenizer
+
+    @property
+    def template(self) -> ChatTemplate:
+        return self.words.template
 
     @property
     def busy(self) -> bool:
@@ -315,7 +327,7 @@ class Residency:
     async def _load(self, loading: _Loading) -> None:
         source, began = loading.source, time.monotonic()
         try:
-            (tokenizer, template), built = await self._read_into_room(loading)
+            words, built = await self._read_into_room(loading)
             kept = learned.place(source.path, built.device, built.dtype)
             costs = await self._workers.offload(learned.recall, kept)
             engine = Engine(
@@ -329,7 +341,9 @@ class Residency:
             seconds = time.monotonic() - began
             self.budget.measure(source.path, "weights", built.bytes)
             self.budget.measure(source.path, "kv", lambda: engine.claimed)
-            loading.loaded = Resident(source, tokenizer, template, engine, built, seconds, kept, users=loading.waiters)
+            width = built.vocab_size
+            grammars = Grammars(lambda: _vocabulary(words.tokenizer, width), self._workers)
+            loading.loaded = Resident(source, words, grammars, engine, built, seconds, kept, users=loading.waiters)
             self.models[source.path] = loading.loaded
             log.info("loaded %s in %.1f s: %r", source.name, seconds, built)
         finally:
@@ -338,7 +352,7 @@ class Residency:
             del self._loading[source.path]
             self.keeper.settle()
 
-    async def _read_into_room(self, loading: _Loading) -> tuple[tuple[Tokenizer, ChatTemplate], Built]:
+    async def _read_into_room(self, loading: _Loading) -> tuple[Words, Built]:
         """Make room for the model, and read it. Its size is told by its files first, and by its arrays before they are
         read: where the two differ it may have to make more room."""
         source = loading.source
@@ -358,10 +372,10 @@ class Residency:
             except _NoRoom as larger:
                 needed, sure = larger.needed, True
 
-    async def _read(self, loading: _Loading) -> tuple[tuple[Tokenizer, ChatTemplate], Built]:
+    async def _read(self, loading: _Loading) -> tuple[Words, Built]:
         """Tokenizer and weights, side by side: one needs a core, the other the disk. Either's failure ends both."""
 
-        def give_up(text: asyncio.Future[tuple[Tokenizer, ChatTemplate]]) -> None:
+        def give_up(text: asyncio.Future[Words]) -> None:
             if text.cancelled() or text.exception() is not None:
                 loading.given_up = True
 
@@ -371,7 +385,7 @@ class Residency:
             self._device.tell(loading.advance, done, total)
 
         path = loading.source.path
-        text = asyncio.ensure_future(self._workers.offload(_text, path))
+        text = asyncio.ensure_future(self._workers.offload(Words.load, path))
         text.add_done_callback(give_up)
         words, built = await asyncio.gather(
             text, self._device.run(build, path, report, lambda: loading.given_up), return_exceptions=True
@@ -385,6 +399,5 @@ class Residency:
         return words, built
 
 
-def _text(directory: Path) -> tuple[Tokenizer, ChatTemplate]:
-    tokenizer = Tokenizer.load(directory)
-    return tokenizer, ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+def _vocabulary(tokenizer: Tokenizer, width: int) -> Vocabulary:
+    return Vocabulary(tokenizer.to_json(), tokenizer.vocab_size, width, tokenizer.eos_ids)

@@ -6,9 +6,12 @@ what one step may compute, so that no grammar can hold up the device thread. Not
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import Final, TypeAlias
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
@@ -25,6 +28,12 @@ _LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
 _LONGEST_FAULT: Final = 200
+_BRACKETS: Final = frozenset("<>[]|")
+"""Control tokens are written with some of these; other added tokens are text, such as runs of spaces."""
+_DISGUISE: Final = "\ue000"
+"""A character for private use, which stands before the names of control tokens."""
+_IN_GRAMMAR: Final = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//.*|<[^<>\[\]"\s]+>')
+"""Strings, regular expressions, comments and named tokens of a Lark grammar."""
 
 
 class Vocabulary:
@@ -46,8 +55,9 @@ class Vocabulary:
         ends = sorted(token for token in eos if token < width)
         if not ends:
             raise _unsuitable("it has no token that ends a text")
+        self._controls, disguised = _disguise(tokenizer)
         try:
-            self.tokens = LLTokenizer(tokenizer, n_vocab=max(width, size), eos_token=ends)
+            self.tokens = LLTokenizer(disguised, n_vocab=max(width, size), eos_token=ends)
         except ValueError as error:
             raise _unsuitable(str(error)) from None
         self.width = width
@@ -61,10 +71,42 @@ class Vocabulary:
         Raises:
             ServeError: grammar_invalid, with the place where it can be told.
         """
+        if source.kind == "grammar":
+            source = replace(source, text=_IN_GRAMMAR.sub(self._numbered, source.text))
         matcher = LLMatcher(self.tokens, source.spell(), log_level=_SILENT, limits=_LIMITS)
         if matcher.is_error():
             raise source.refusal(matcher.get_error())
         return Grammar(matcher, self)
+
+    def _numbered(self, found: re.Match[str]) -> str:
+        """A control token by its id where a grammar names it; anything else as it is."""
+        index = self._controls.get(found[0])
+        return found[0] if index is None else f"<[{index}]>"
+
+
+def _disguise(tokenizer: str) -> tuple[dict[str, int], str]:
+    """The ids of control tokens by name, and a tokenizer.json in which no text can spell them.
+
+    A control token is no text, but llguidance would take the token for the next one where a grammar leaves nothing else
+    than a text that looks like it.
+    """
+    content: dict[str, Any] = msgspec.json.decode(tokenizer)
+    names: dict[str, str] = {}
+    controls: dict[str, int] = {}
+    for token in content["added_tokens"]:
+        if token["special"] or not _BRACKETS.isdisjoint(token["content"]):
+            controls[token["content"]] = token["id"]
+            names[token["content"]] = token["content"] = _DISGUISE + token["content"]
+            token["special"] = True
+    model = content["model"]
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(piece, piece): index for piece, index in vocab.items()}
+    elif isinstance(vocab, list):
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if (unknown := model.get("unk_token")) in names:
+        model["unk_token"] = names[unknown]
+    return controls, msgspec.json.encode(content).decode()
 
 
 def _unsuitable(reason: str) -> ServeError:

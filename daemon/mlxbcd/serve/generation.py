@@ -18,10 +18,9 @@ from mlxbcd.plan.resolve import Feature, Plan
 from mlxbcd.sampling.sampler import Sample
 from mlxbcd.serve.contract import Cause
 from mlxbcd.serve.replies import error_reply
-from mlxbcd.text.channels import ChannelSplitter
-from mlxbcd.text.detokenizer import Detokenizer
-from mlxbcd.text.stops import StopMatcher
+from mlxbcd.text.stage import Piece, TextStage
 from mlxbcd.text.tokenizer import Tokenizer
+from mlxbcd.text.tools import ToolCall
 
 log = logging.getLogger(__name__)
 
@@ -55,49 +54,6 @@ class Clock:
         )
 
 
-class TextStage:
-    """Tokens in, pieces of text out: detokenising, stop strings and channels of one output.
-
-    What comes out depends on the tokens alone, so an output resumed from its token ids emits exactly what is missing.
-
-    Attributes:
-        hit: the stop string that ended the text, once one has.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], *, inside: bool) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopMatcher(stop)
-        self._channels = ChannelSplitter(tokenizer.reasoning, inside=inside)
-        self.hit: str | None = None
-
-    @classmethod
-    def resumed(cls, tokenizer: Tokenizer, request: Request, *, inside: bool) -> TextStage:
-        """The stage of a request whose forced tokens are text that the client has."""
-        stage = cls(tokenizer, request.stop, inside=inside)
-        for token in request.forced:
-            stage.push(token)
-        return stage
-
-    def push(self, token: int) -> list[tuple[wire.Channel, str]]:
-        """Text that is now final, by channel. After a stop string was hit, nothing more."""
-        return self._cut(self._detokenizer.push(token))
-
-    def finish(self) -> list[tuple[wire.Channel, str]]:
-        """What was held back."""
-        if self.hit is not None:
-            return self._channels.finish()
-        out = self._cut(self._detokenizer.finish())
-        if self.hit is None:
-            out += self._channels.push(self._stops.finish())
-        return out + self._channels.finish()
-
-    def _cut(self, text: str) -> list[tuple[wire.Channel, str]]:
-        if self.hit is not None or not text:
-            return []
-        text, self.hit = self._stops.push(text)
-        return self._channels.push(text)
-
-
 @dataclass(slots=True)
 class _Unsent:
     """Tokens drawn since the last frame; their text may still be on its way."""
@@ -121,10 +77,24 @@ class _Output:
     generated: int = 0
     reason: wire.FinishReason | None = None
     unsent: _Unsent = field(default_factory=_Unsent)
+    _logprobs: float = 0.0
+    _scored: int = 0
+
+    @property
+    def mean_logprob(self) -> float | None:
+        """Of the tokens since this run began; None if none has a log-probability."""
+        return self._logprobs / self._scored if self._scored else None
+
+    def score(self, logprob: float) -> None:
+        """A token has this log-probability."""
+        self._logprobs += logprob
+        self._scored += 1
 
     def summary(self) -> wire.Candidate:
         """What `done` says of it."""
-        return wire.Candidate(self.reason or "cancelled", self.generated, self.stage.hit)
+        return wire.Candidate(
+            self.reason or "cancelled", self.generated, self.stage.hit, self.mean_logprob, self.stage.unparsed
+        )
 
 
 class Generation:
@@ -219,7 +189,7 @@ class Generation:
         self._plan = plan
         self._outputs = [_Output(number, stage, len(request.forced)) for number, stage in enumerate(stages)]
         (first, *_) = self._outputs
-        if first.stage.hit is not None or (request.forced and request.forced[-1] in request.eos):
+        if first.stage.hit is not None or _said_all(request):
             self._finish("stop")
         elif first.generated >= request.max_tokens:
             self._finish("length")
@@ -289,6 +259,7 @@ class Generation:
             unsent.ids.append(sample.token)
         if sample.logprob is not None:
             unsent.logprobs.append(self._logprob(sample))
+            output.score(sample.logprob)
         self._send(output, output.stage.push(sample.token))
         if output.stage.hit is not None:
             self._end(output, "stop")
@@ -305,21 +276,22 @@ class Generation:
 
     # -- frames
 
-    def _send(self, output: _Output, parts: list[tuple[wire.Channel, str]]) -> None:
-        """One frame per run of text; the tokens and ids since the last frame ride on the first."""
-        for channel, text in parts:
-            self._flush(output, channel, text)
+    def _send(self, output: _Output, pieces: list[Piece]) -> None:
+        """One frame per run of text and per call; the tokens and ids since the last frame ride on the first."""
+        for channel, piece in pieces:
+            self._flush(output, channel, piece)
 
-    def _flush(self, output: _Output, channel: wire.Channel, text: str) -> None:
+    def _flush(self, output: _Output, channel: wire.Channel, piece: str | ToolCall) -> None:
         if self.over:
             return
         unsent, output.unsent = output.unsent, _Unsent()
         self._reply(
             wire.Token(
                 id=self.wire.id,
-                text=text,
+                text=piece if isinstance(piece, str) else "",
                 n=unsent.n,
                 channel=channel,
+                call=_call(piece) if isinstance(piece, ToolCall) else None,
                 candidate=output.candidate,
                 ids=unsent.ids,
                 logprobs=unsent.logprobs,
@@ -358,13 +330,16 @@ class Generation:
             return
         self._close(reason)
         several = len(self._outputs) > 1
+        first = self._outputs[0].summary() if self._outputs else None
         self._reply(
             wire.Done(
                 id=self.wire.id,
                 reason=reason,
                 usage=wire.Usage(prompt=self._prompt, generated=self.generated),
                 timings=self.clock.timings(),
-                stop=self._outputs[0].stage.hit if self._outputs else None,
+                stop=first.stop if first is not None else None,
+                mean_logprob=first.mean_logprob if first is not None else None,
+                unparsed=first.unparsed if first is not None else [],
                 candidates=[output.summary() for output in self._outputs] if several else [],
                 plan=plan_reply(self._plan, self._pieces) if self._plan is not None else None,
             )
@@ -387,6 +362,17 @@ class Generation:
         text = self._tokenizer.token_text
         top = [wire.TopToken(token, text(token), logprob) for token, logprob in sample.top]
         return wire.TokenLogprob(sample.token, text(sample.token), sample.logprob, top)
+
+
+def _said_all(request: Request) -> bool:
+    """Nothing may follow the tokens of an earlier run."""
+    if not request.forced:
+        return False
+    return request.forced[-1] in request.eos or (request.constraint is not None and request.constraint().complete)
+
+
+def _call(call: ToolCall) -> wire.ToolCall:
+    return wire.ToolCall(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
 
 
 def plan_reply(plan: Plan, chunks: Sequence[int]) -> wire.Plan:

@@ -35,11 +35,11 @@ from mlxbcd.serve import logs
 from mlxbcd.serve.allowance import Allowance
 from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.contract import Fault, Job, Send, Work
-from mlxbcd.serve.generation import PROGRESS_S, Generation, TextStage, plan_reply
+from mlxbcd.serve.generation import PROGRESS_S, Generation, plan_reply
 from mlxbcd.serve.jobs import FinishedJob, TaskJob, internal
 from mlxbcd.serve.manners import Manners
-from mlxbcd.text.channels import opens_inside
-from mlxbcd.text.workers import INLINE_CHARACTERS, TextWorkers
+from mlxbcd.serve.prompting import Prompt, Prompter, max_tokens
+from mlxbcd.text.workers import TextWorkers
 
 Open: TypeAlias = Generation | TaskJob
 
@@ -50,7 +50,7 @@ BUSY_S: Final = 10.0
 STUCK_S: Final = 60.0
 """One that takes longer than this, and isn't a load, may never return."""
 _GOOD_ENDS: Final = frozenset({"stop", "length", "cancelled", "superseded", "deadline"})
-ENABLED: Final[frozenset[Feature]] = frozenset()
+ENABLED: Final[frozenset[Feature]] = frozenset({Feature.INFILLING})
 """Features that this daemon has."""
 
 
@@ -73,6 +73,7 @@ class LiveService:
         self._blas = blas
         self._on_fatal = on_fatal
         self._workers = TextWorkers()
+        self._prompter = Prompter(self._workers)
         self._allowance = Allowance(self._settings, machine.memory)
         self._residency = Residency(device, self._workers, self._fault, self._allowance.budget)
         self._manners = Manners(
@@ -287,59 +288,39 @@ class LiveService:
             if known is None:
                 generation.clock.loaded = time.monotonic()
             _keep(resident, request.keep_alive)
-            tokenizer = resident.tokenizer
-            text, frozen, plan = await self._freeze(resident, request, seed)
-            inside = request.messages is not None and opens_inside(text, tokenizer.reasoning)
-            if frozen.forced or sum(map(len, frozen.stop)) > INLINE_CHARACTERS:
-                stage = await self._workers.offload(TextStage.resumed, tokenizer, frozen, inside=inside)
-                stages = [stage, *(TextStage(tokenizer, frozen.stop, inside=inside) for _ in range(1, request.n))]
-            else:
-                stages = [TextStage(tokenizer, frozen.stop, inside=inside) for _ in range(request.n)]
+            prompt, frozen, plan = await self._freeze(resident, request, seed)
+            stages = await self._prompter.stages(resident.words, request, prompt, frozen, stream)
             explained = plan if request.explain else None
-            generation.start(resident.engine, frozen, tokenizer, stages, client=client, plan=explained)
+            generation.start(resident.engine, frozen, resident.tokenizer, stages, client=client, plan=explained)
 
-    async def _freeze(self, resident: Resident, request: wire.Generate, seed: int) -> tuple[str, Request, Plan]:
-        """The text the model sees, the immutable request, and its plan.
+    async def _freeze(self, resident: Resident, request: wire.Generate, seed: int) -> tuple[Prompt, Request, Plan]:
+        """The prompt, the immutable request, and its plan.
 
         Raises:
             ServeError: it can't run, or not as asked.
         """
-        tokenizer, built = resident.tokenizer, resident.built
-        text, tokens = await self._encode(resident, request.prompt, request.messages, request.template_options)
+        words, built, prompter = resident.words, resident.built, self._prompter
+        prompt = await prompter.prompt(words, request, built.context)
+        constraint = await prompter.constraint(words, resident.grammars, request, prompt, built.vocab_size)
+        defaults = words.tokenizer.generation_defaults
         frozen = freeze(
             request,
-            tokens,
+            prompt.tokens,
             seed=seed,
-            eos=tokenizer.eos_ids,
-            defaults=tokenizer.generation_defaults,
+            eos=words.tokenizer.eos_ids | prompt.ends,
+            # A completion is what is likeliest, unless the request says otherwise.
+            defaults=defaults if request.fim is None else {**defaults, "temperature": 0.0},
             context=built.context,
             vocab_size=built.vocab_size,
-            max_tokens=self._settings.max_tokens,
+            max_tokens=max_tokens(request, self._settings.max_tokens),
+            stop=prompt.stop,
+            constraint=constraint.copy if constraint is not None else None,
         )
-        plan = resolve(needs(request, frozen.sampling), built.capabilities, ENABLED)
+        capabilities = replace(built.capabilities, infills=words.fim is not None)
+        plan = resolve(needs(request, frozen.sampling, constrained=constraint is not None), capabilities, ENABLED)
         if plan.refusal is not None and not isinstance(request, wire.Explain):
             raise ServeError("bad_request", plan.refusal.text)
-        return text, frozen, plan
-
-    async def _encode(
-        self,
-        resident: Resident,
-        text: str | None,
-        messages: list[wire.Message] | None,
-        options: dict[str, wire.Scalar],
-    ) -> tuple[str, list[int]]:
-        """The text a model sees, and its tokens. Long texts are worked on away from the loop's thread."""
-        tokenizer = resident.tokenizer
-        if messages is None:
-            assert text is not None
-            return text, await self._workers.run(tokenizer.encode, text)
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-
-        def render() -> tuple[str, list[int]]:
-            rendered = resident.template.render(turns, dict(options))
-            return rendered, tokenizer.encode(rendered, special=False)
-
-        return await self._workers.offload_text(sum(len(message.content) for message in messages), render)
+        return prompt, frozen, plan
 
     # -- the other requests
 
@@ -361,7 +342,12 @@ class LiveService:
 
     async def _tokenize(self, request: wire.Tokenize | wire.Count, job: TaskJob) -> None:
         async with self._residency.use(await self._residency.resolve(request.model)) as resident:
-            seen, tokens = await self._encode(resident, request.text, request.messages, request.template_options)
+            if request.messages is not None:
+                options = dict(request.template_options)
+                seen, tokens = await self._prompter.chat(resident.words, request.messages, options)
+            else:
+                assert request.text is not None
+                seen, tokens = request.text, await self._workers.run(resident.tokenizer.encode, request.text)
         if isinstance(request, wire.Count):
             job.answer(wire.Counted(id=request.id, count=len(tokens)))
         else:

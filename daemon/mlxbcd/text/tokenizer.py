@@ -41,6 +41,7 @@ class Tokenizer:
         decoding: what an incremental detokenizer needs to know about the decoder.
         special_tokens: the named special tokens (`bos_token`, …) as text, for the chat template.
         chat_template: Jinja source of the model's chat template, or None.
+        tool_parser: mlx-lm's name for the form of the model's calls, if tokenizer_config.json has one.
         generation_defaults: sampling settings the model's authors chose; see
             `TextMetadata.generation_defaults`.
         bos_token: text of the token that begins a prompt, or None.
@@ -57,6 +58,7 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens = metadata.special_tokens
         self.chat_template = metadata.chat_template
+        self.tool_parser: object = metadata.tokenizer.get("tool_parser_type")
         self.generation_defaults: GenerationDefaults = metadata.generation_defaults
         _complete(backend, metadata)
         # A truncating or padding tokenizer.json is a leftover of training.
@@ -130,6 +132,18 @@ class Tokenizer:
         """Ids by token."""
         return self._backend.get_vocab()
 
+    @cached_property
+    def controls(self) -> frozenset[str]:
+        """Tokens that are no text although a text may look like them. Runs of spaces are tokens too, but text."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special or not _BRACKETS.isdisjoint(token.content))
+
+    @property
+    def specials(self) -> list[str]:
+        """The special tokens, which have no text in the output."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
     def showing(self, tokens: Iterable[str]) -> Tokenizer:
         """The same tokenizer, but that some tokens have text in the output although they are special."""
         other = copy(self)
@@ -165,10 +179,9 @@ class Tokenizer:
 
     @cached_property
     def _controls(self) -> re.Pattern[str]:
-        """Every control token that is recognised in a text as it is written. Runs of spaces are tokens, but none."""
-        added = self._backend.get_added_tokens_decoder().values()
-        known = [token.content for token in added if token.special or not _BRACKETS.isdisjoint(token.content)]
-        return re.compile("|".join(re.escape(token) for token in sorted(known, key=len, reverse=True)) or r"(?!)")
+        """Finds control tokens in a text."""
+        longest_first = sorted(self.controls, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it, or None."""

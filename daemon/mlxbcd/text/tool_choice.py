@@ -42,14 +42,14 @@ _MISTRAL_LIST: Final = f'[{{"name": "{_NAME}", "arguments": {_ARGUMENTS}}}]'
 
 
 def call_grammar(
-    style: ToolFormat, tools: Sequence[Mapping[str, Any]], choice: str, special: Callable[[str], int | None]
+    style: ToolFormat, tools: Sequence[Mapping[str, Any]], choice: str, control: Callable[[str], int | None]
 ) -> str:
     """A Lark grammar of a call's beginning, which has to come first.
 
     Args:
         tools: as the chat template sees them.
         choice: "required", or the function to call.
-        special: ids of special tokens, which no text spells.
+        control: ids of control tokens, which no text spells.
 
     Raises:
         ServeError: bad_request, it isn't known how such a call begins.
@@ -58,29 +58,29 @@ def call_grammar(
     if form is None:
         message = f"calls can't be required of this model, whose format is {style.name}; leave tool_choice out"
         raise ServeError("bad_request", message)
-    if style.name == "mistral" and special("[ARGS]") is None:
+    if style.name == "mistral" and control("[ARGS]") is None:
         form = _MISTRAL_LIST
     functions = [tool["function"] for tool in tools]
     chosen = [function for function in functions if choice in ("required", function["name"])]
-    calls = " | ".join(_call(style.opening + form, function, special) for function in chosen)
+    calls = " | ".join(_call(style.opening + form, function, control) for function in chosen)
     return f"start: {calls}"
 
 
-def _call(form: str, function: Mapping[str, Any], special: Callable[[str], int | None]) -> str:
+def _call(form: str, function: Mapping[str, Any], control: Callable[[str], int | None]) -> str:
     terms = []
     for part in re.split(f"([{_NAME}{_ARGUMENTS}])", form):
         if part == _ARGUMENTS:
             terms.append(f"%json {json.dumps(function['parameters'])}")
         else:
-            terms += _terms(function["name"] if part == _NAME else part, special)
+            terms += _terms(function["name"] if part == _NAME else part, control)
     return " ".join(terms)
 
 
-def _terms(text: str, special: Callable[[str], int | None]) -> list[str]:
-    """A text as terms of a grammar: special tokens by their ids, all else as it is spelled."""
+def _terms(text: str, control: Callable[[str], int | None]) -> list[str]:
+    """A text as terms of a grammar: control tokens by their ids, all else as it is spelled."""
     terms = []
     for part in re.split(r"(<\|[^|]*\|>|<\|\w+>|<\w+\|>|<\w+>|\[[A-Z_]+\])", text):
         if part:
-            index = special(part)
+            index = control(part)
             terms.append(json.dumps(part) if index is None else f"<[{index}]>")
     return terms
