@@ -57,7 +57,6 @@ examples:
   mlxbc ask --raw -o max_tokens 40 -o stop $'\\n\\n' <prompt.txt
   mlxbc ask -o seed 7 -o logit_bias '{{"42": -100}}' --json "Hi" | jq .text
 
-{exits.ENVIRONMENT}
 {exits.HELP}"""
 
 

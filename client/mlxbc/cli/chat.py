@@ -46,7 +46,6 @@ examples:
   mlxbc chat -c
   printf 'My name is Ada.\\nWhat is my name?\\n' | mlxbc chat
 
-{exits.ENVIRONMENT}
 {exits.HELP}"""
 
 

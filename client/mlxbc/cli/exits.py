@@ -50,15 +50,13 @@ _OF_CODE = {
     "proto_mismatch": PROTOCOL,
 }
 
-ENVIRONMENT = """\
+HELP = """\
 environment:
   MLXBC_SOCKET  the daemon's socket, instead of the user's own
   MLXBC_DATA    the directory of imported models and kept conversations
   NO_COLOR      no escape sequences on the terminal
   COLUMNS       the width of this help
-"""
 
-HELP = """\
 exit status:
   0    success
   1    the daemon could not do it

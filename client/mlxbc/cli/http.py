@@ -18,10 +18,10 @@ token as their API key. There are POST /v1/chat/completions and /v1/completions,
 with and without streaming, GET /v1/models, and GET /health, which needs no
 token. The model "default" is the daemon's own choice.
 
-The token is made at first use and kept in a file that only you can read. It can
-also come from the environment. Requests that reach the server by a name it
-doesn't know, or come from a web page, are refused: see --allow-host and
---allow-origin.
+The token is made at first use and kept in a file that only you can read; the
+variable MLXBC_HTTP_TOKEN goes before it. Requests that reach the server by a
+name it doesn't know, or come from a web page, are refused: see --allow-host
+and --allow-origin.
 
 The server is a client of the daemon: it may start before it, and survives its
 restarts. Ctrl-C lets running answers finish; pressed again, it ends at once.
@@ -31,10 +31,6 @@ examples:
   mlxbc http --port 11434 --allow-origin app://obsidian.md
   export OPENAI_BASE_URL=http://127.0.0.1:8642/v1
   export OPENAI_API_KEY=$(mlxbc http --show-token)
-
-environment:
-  MLXBC_HTTP_TOKEN  the token, instead of the kept one
-  MLXBC_SOCKET      the daemon's socket
 
 {exits.HELP}"""
 

@@ -32,7 +32,6 @@ examples:
   mlxbc log show 3f2a --json | jq -r .assistant
   mlxbc log remove --all
 
-{exits.ENVIRONMENT}
 {exits.HELP}"""
 
 _VERBS = ("list", "show", "on", "off", "remove", "path")

@@ -33,7 +33,6 @@ examples:
   mlxbc ask --save explain -s "Be brief." 'Explain $input to a $reader.'
   mlxbc ask -t explain -p reader physicist "why the sky is blue"
 
-{exits.ENVIRONMENT}
 {exits.HELP}"""
 
 _SHOWN = 60
