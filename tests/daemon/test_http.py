@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,3 +102,44 @@ def test_the_models_are_those_of_the_daemon(shared: Daemon, asking: openai.OpenA
     with shared.client() as client:
         names = {entry.name for entry in client.models()}
     assert {model.id for model in asking.models.list()} == names
+
+
+def test_a_real_model_keeps_to_a_format(asking: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}, "big": {"type": "boolean"}},
+        "required": ["city", "big"],
+        "additionalProperties": False,
+    }
+    answer = asking.chat.completions.create(
+        model="default",
+        messages=QUESTION,
+        max_tokens=60,
+        temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    city = json.loads(answer.choices[0].message.content or "")
+    assert city.keys() == {"city", "big"}
+    assert isinstance(city["big"], bool)
+
+
+def test_a_schema_that_makes_no_sense_says_where(asking: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        asking.chat.completions.create(
+            model="default",
+            messages=QUESTION,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}},
+        )
+    assert caught.value.code == "grammar_invalid"
+
+
+def test_the_text_before_a_gap_and_after_it_is_completed(asking: openai.OpenAI) -> None:
+    answer = asking.completions.create(
+        model="default",
+        prompt="def add(a, b):\n    return",
+        suffix="\n\nprint(add(1, 2))\n",
+        max_tokens=8,
+        temperature=0,
+    )
+    assert answer.choices[0].text

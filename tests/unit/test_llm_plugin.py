@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from fake_daemon import FakeDaemon, Script, Session, accepted, done
 from llm import plugins
 from llm.cli import cli
-from llm.parts import ToolResultPart
+from llm.parts import AttachmentPart
 
 from mlxbc import llm_plugin, wire
 from mlxbc.llm_plugin import known
@@ -176,15 +176,59 @@ def test_who_stops_reading_cancels(path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"schema": {"type": "object"}}, "does not support schemas"),
-        ({"tools": [len]}, "does not support tools"),
         ({"attachments": [llm.Attachment(content=b"x")]}, "does not support attachments"),
-        ({"messages": [llm.assistant("hm"), llm.tool_message(ToolResultPart("f", "1"))]}, "ToolResultPart"),
+        ({"messages": [llm.Message(role="user", parts=[AttachmentPart()])]}, "AttachmentPart"),
     ],
 )
 def test_what_cannot_be_done_is_refused(path: Path, fields: dict[str, Any], complaint: str) -> None:
     with FakeDaemon(path, Partner()), pytest.raises((ValueError, llm.ModelError), match=complaint):
         Mlxbc(None).prompt("Hello", **fields).text()
+
+
+def test_a_schema_reaches_the_daemon(path: Path) -> None:
+    partner = Partner()
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    with FakeDaemon(path, partner):
+        Mlxbc(None).prompt("Hello", schema=schema).text()
+    assert partner.requests[0].schema == schema
+
+
+def test_tools_are_called_and_their_results_told(path: Path) -> None:
+    requests: list[wire.Generate] = []
+
+    def script(session: Session) -> None:
+        request = session.receive(wire.Generate)
+        requests.append(request)
+        if len(requests) == 1:
+            calls = [
+                wire.ToolCall(index=0, id="call_1", name="multiply", arguments='{"a": 6, "b": 7}'),
+                wire.ToolCall(index=1, id="call_2", name="multiply", arguments='{"a": 2, "b": 2}'),
+            ]
+            tokens = [wire.Token(id=request.id, text="", channel="tool_calls", call=call) for call in calls]
+            session.send(accepted(request), wire.Token(id=request.id, text="Let me see."), *tokens, done(request))
+        else:
+            session.send(accepted(request), wire.Token(id=request.id, text="42 and 4."), done(request))
+
+    def multiply(a: int, b: int) -> int:
+        """Multiply two numbers."""
+        return a * b
+
+    with FakeDaemon(path, lambda session: script(session)):
+        assert Mlxbc(None).chain("6 times 7, 2 times 2?", tools=[multiply]).text() == "Let me see. 42 and 4."
+    first, second = requests
+    (tool,) = first.tools
+    assert (tool.function.name, tool.function.description) == ("multiply", "Multiply two numbers.")
+    assert tool.function.parameters["required"] == ["a", "b"]
+    asked, called, *results = second.messages or []
+    assert (asked.role, called.role, called.content) == ("user", "assistant", "Let me see.")
+    assert [(call.id, call.name, call.arguments) for call in called.tool_calls] == [
+        ("call_1", "multiply", '{"a":6,"b":7}'),
+        ("call_2", "multiply", '{"a":2,"b":2}'),
+    ]
+    assert [(one.role, one.tool_call_id, one.name, one.content) for one in results] == [
+        ("tool", "call_1", "multiply", "42"),
+        ("tool", "call_2", "multiply", "4"),
+    ]
 
 
 # ------------------------------------------------------------ the entry point

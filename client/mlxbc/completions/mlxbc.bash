@@ -5,10 +5,11 @@
 #    source ~/.local/share/bash_completion/mlxbc
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_mlxbc_subparsers=(ask chat explain log templates serve service http lsp stop config status ps models pull load unload tokenize count completion)
+_shtab_mlxbc_subparsers=(ask chat fim explain log templates serve service http lsp stop config status ps models pull load unload tokenize count completion)
 
 _shtab_mlxbc_ask_option_strings=(-h --help -f --file -s --system -m --model -o --option -t --template -p --param --save -c --continue --cid --log --no-log --raw -x --extract --code --md --json --keepalive --no-stream --dry-run --stats -R --hide-reasoning -q --quiet)
 _shtab_mlxbc_chat_option_strings=(-h --help -f --file -s --system -m --model -o --option -c --continue --cid --log --no-log --keepalive --md --stats -R --hide-reasoning -q --quiet)
+_shtab_mlxbc_fim_option_strings=(-h --help -c --context -1 --single-line --path --language -m --model -o --option --insert --json --stats -q --quiet)
 _shtab_mlxbc_explain_option_strings=(-h --help -s --system -m --model -o --option --raw --json)
 _shtab_mlxbc_log_option_strings=(-h --help --all --json)
 _shtab_mlxbc_templates_option_strings=(-h --help --path --json)
@@ -45,6 +46,10 @@ _shtab_mlxbc_chat___model_COMPGEN=_shtab_cmd_compgen_eac6825d
 _shtab_mlxbc_chat__o_COMPGEN=_shtab_cmd_compgen_eaae28f6
 _shtab_mlxbc_chat___option_COMPGEN=_shtab_cmd_compgen_eaae28f6
 _shtab_mlxbc_chat___cid_COMPGEN=_shtab_cmd_compgen_b7e5ccee
+_shtab_mlxbc_fim__m_COMPGEN=_shtab_cmd_compgen_eac6825d
+_shtab_mlxbc_fim___model_COMPGEN=_shtab_cmd_compgen_eac6825d
+_shtab_mlxbc_fim__o_COMPGEN=_shtab_cmd_compgen_eaae28f6
+_shtab_mlxbc_fim___option_COMPGEN=_shtab_cmd_compgen_eaae28f6
 _shtab_mlxbc_explain__m_COMPGEN=_shtab_cmd_compgen_eac6825d
 _shtab_mlxbc_explain___model_COMPGEN=_shtab_cmd_compgen_eac6825d
 _shtab_mlxbc_explain__o_COMPGEN=_shtab_cmd_compgen_eaae28f6
@@ -66,7 +71,7 @@ _shtab_mlxbc_log_pos_0_choices=(list show on off remove path)
 _shtab_mlxbc_service_pos_0_choices=(install uninstall start stop restart status logs)
 _shtab_mlxbc_config_pos_0_choices=(show init check reload path)
 _shtab_mlxbc_completion_pos_0_choices=(bash zsh fish)
-_shtab_mlxbc_pos_0_choices=(ask chat explain log templates serve service http lsp stop config status ps models pull load unload tokenize count completion)
+_shtab_mlxbc_pos_0_choices=(ask chat fim explain log templates serve service http lsp stop config status ps models pull load unload tokenize count completion)
 
 _shtab_mlxbc_ask_pos_0_nargs='*'
 _shtab_mlxbc_ask__h_nargs=0
@@ -106,6 +111,17 @@ _shtab_mlxbc_chat__R_nargs=0
 _shtab_mlxbc_chat___hide_reasoning_nargs=0
 _shtab_mlxbc_chat__q_nargs=0
 _shtab_mlxbc_chat___quiet_nargs=0
+_shtab_mlxbc_fim__h_nargs=0
+_shtab_mlxbc_fim___help_nargs=0
+_shtab_mlxbc_fim__1_nargs=0
+_shtab_mlxbc_fim___single_line_nargs=0
+_shtab_mlxbc_fim__o_nargs=2
+_shtab_mlxbc_fim___option_nargs=2
+_shtab_mlxbc_fim___insert_nargs=0
+_shtab_mlxbc_fim___json_nargs=0
+_shtab_mlxbc_fim___stats_nargs=0
+_shtab_mlxbc_fim__q_nargs=0
+_shtab_mlxbc_fim___quiet_nargs=0
 _shtab_mlxbc_explain_pos_0_nargs='*'
 _shtab_mlxbc_explain__h_nargs=0
 _shtab_mlxbc_explain___help_nargs=0

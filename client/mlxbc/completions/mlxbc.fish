@@ -50,8 +50,8 @@ function _shtab_mlxbc_using
   test "$_shtab_mlxbc_cmdpath" = "$argv"
 end
 
-set -g _shtab_mlxbc_commands ask chat explain log templates serve service http lsp stop config status ps models pull load unload tokenize count completion
-set -g _shtab_mlxbc_opts_with_value --allow-host --allow-origin --cid --deadline-ms --file --host --keepalive --lines --lines-after --lines-before --max-tokens --model --option --param --port --save --system --template --timeout -f -m -n -o -p -s -t
+set -g _shtab_mlxbc_commands ask chat fim explain log templates serve service http lsp stop config status ps models pull load unload tokenize count completion
+set -g _shtab_mlxbc_opts_with_value --allow-host --allow-origin --cid --context --deadline-ms --file --host --keepalive --language --lines --lines-after --lines-before --max-tokens --model --option --param --path --port --save --system --template --timeout -c -f -m -n -o -p -s -t
 
 complete -c mlxbc -e
 complete -c mlxbc -f
@@ -63,7 +63,7 @@ complete -c mlxbc -n '_shtab_mlxbc_using ask' -s h -l help -d 'show this help me
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s f -l file -xka "(__fish_complete_path (commandline -ct))" -d 'a file whose text goes before the arguments; may be repeated'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s s -l system -x -d 'the system prompt'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
-complete -c mlxbc -n '_shtab_mlxbc_using ask' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: deadline_ms, frequency_penalty, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, repetition_penalty, seed, stop, temperature, template_options, top_k, top_logprobs, top_p'
+complete -c mlxbc -n '_shtab_mlxbc_using ask' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: choice, deadline_ms, frequency_penalty, grammar, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, regex, repetition_penalty, schema, seed, stop, temperature, template_options, thinking, thinking_budget, top_k, top_logprobs, top_p'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s t -l template -xka "(mlxbc complete templates)" -d 'ask as this template says'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s p -l param -x -d 'fill a blank of the template; may be repeated'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l save -x -d 'keep all this as a template, and ask nothing'
@@ -87,7 +87,7 @@ complete -c mlxbc -n '_shtab_mlxbc_using chat' -s h -l help -d 'show this help m
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s f -l file -xka "(__fish_complete_path (commandline -ct))" -d 'a file whose text goes before the arguments; may be repeated'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s s -l system -x -d 'the system prompt'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
-complete -c mlxbc -n '_shtab_mlxbc_using chat' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: deadline_ms, frequency_penalty, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, repetition_penalty, seed, stop, temperature, template_options, top_k, top_logprobs, top_p'
+complete -c mlxbc -n '_shtab_mlxbc_using chat' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: choice, deadline_ms, frequency_penalty, grammar, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, regex, repetition_penalty, schema, seed, stop, temperature, template_options, thinking, thinking_budget, top_k, top_logprobs, top_p'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s c -l continue -d 'go on with the last conversation'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -l cid -xka "(mlxbc complete conversations)" -d 'go on with this conversation; mlxbc log lists them'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -l log -d 'keep the conversation, so that -c can go on with it'
@@ -97,11 +97,23 @@ complete -c mlxbc -n '_shtab_mlxbc_using chat' -l md -d 'show Markdown as a term
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -l stats -d 'print token counts and times after each answer to standard error'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s R -l hide-reasoning -d 'don'"'"'t show what the model thinks'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s q -l quiet -d 'no progress and no notes'
+complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a fim -d 'Write on at a place in a file; the new text streams to standard output.'
+complete -c mlxbc -n '_shtab_mlxbc_using fim' -s h -l help -d 'show this help message and exit'
+complete -c mlxbc -n '_shtab_mlxbc_using fim' -s c -l context -x -d 'another file to show; may be repeated'
+complete -c mlxbc -n '_shtab_mlxbc_using fim' -s 1 -l single-line -d 'end at the end of the line'
+complete -c mlxbc -n '_shtab_mlxbc_using fim' -l path -x -d 'what the file is called (default: its own name)'
+complete -c mlxbc -n '_shtab_mlxbc_using fim' -l language -x -d 'its language (default: by its name)'
+complete -c mlxbc -n '_shtab_mlxbc_using fim' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
+complete -c mlxbc -n '_shtab_mlxbc_using fim' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: choice, deadline_ms, frequency_penalty, grammar, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, regex, repetition_penalty, schema, seed, stop, temperature, template_options, thinking, thinking_budget, top_k, top_logprobs, top_p'
+complete -c mlxbc -n '_shtab_mlxbc_using fim' -l insert -d 'print the whole file, with the new text in it'
+complete -c mlxbc -n '_shtab_mlxbc_using fim' -l json -d 'print one JSON object: text, reason, usage, timings, ...'
+complete -c mlxbc -n '_shtab_mlxbc_using fim' -l stats -d 'print token counts and times to standard error'
+complete -c mlxbc -n '_shtab_mlxbc_using fim' -s q -l quiet -d 'no progress and no notes'
 complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a explain -d 'Show how a question would be run.'
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -s h -l help -d 'show this help message and exit'
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -s s -l system -x -d 'the system prompt'
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
-complete -c mlxbc -n '_shtab_mlxbc_using explain' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: deadline_ms, frequency_penalty, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, repetition_penalty, seed, stop, temperature, template_options, top_k, top_logprobs, top_p'
+complete -c mlxbc -n '_shtab_mlxbc_using explain' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: choice, deadline_ms, frequency_penalty, grammar, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, regex, repetition_penalty, schema, seed, stop, temperature, template_options, thinking, thinking_budget, top_k, top_logprobs, top_p'
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -l raw -d 'take the text as it is, without the model'"'"'s chat template'
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -l json -d 'print one JSON object'
 complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a log -d 'Look at the conversations that are kept, and say whether they are.'

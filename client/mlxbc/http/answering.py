@@ -97,6 +97,8 @@ class Answer(Response):
                 stack.callback(stream.close)
             async for number, event in _merged(streams):
                 pieces = made.take(number, event)
+                if self._order.single_call and type(event) is wire.Token and event.call is not None:
+                    streams[number].cancel()
                 if out is not None:
                     await out.tell(pieces, event)
 
@@ -175,16 +177,20 @@ class _Making:
             self._model = event.model
         elif type(event) is Result:
             self._results[number] = event
+            first = number * self._order.n
+            mine = self._alternatives[first : first + self._order.n]
+            for one, unparsed in zip(mine, [one.unparsed for one in event.outputs] or [event.unparsed], strict=True):
+                one.unparsed = unparsed
             if self._order.stream:
-                first = number * self._order.n
-                mine = self._alternatives[first : first + self._order.n]
                 return [self._chunk([self._shape.last(one, self._finish(one))]) for one in mine]
         return []
 
     def _piece(self, alternative: Alternative, token: wire.Token) -> list[bytes]:
         logprobs = self._order.logprobs
         told = []
-        if self._order.stream and (token.text or (logprobs and token.logprobs)):
+        if self._order.single_call and alternative.calls:
+            return []  # it has been told to end, and what still comes was not asked for
+        if self._order.stream and (token.text or token.call is not None or (logprobs and token.logprobs)):
             told.append(self._chunk([self._shape.piece(alternative, token, logprobs=logprobs)]))
             alternative.started = True
         alternative.add(token)
@@ -204,7 +210,8 @@ class _Making:
     def _finish(self, alternative: Alternative) -> replies.Finish:
         number, candidate = divmod(alternative.index, self._order.n)
         result = self._results[number]
-        return replies.finish(result.outputs[candidate].reason if result.outputs else result.reason)
+        output = result.outputs[candidate] if result.outputs else result
+        return replies.finish(output.reason, calls=bool(alternative.calls))
 
     def _chunk(self, choices: list[replies.Choice], usage: replies.Usage | None = None) -> bytes:
         response = self._response(self._shape.chunk, choices, usage if self._order.usage else UNSET)

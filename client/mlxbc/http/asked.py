@@ -32,13 +32,30 @@ class Part(_Object, frozen=True):
     cache_control: Any = None
 
 
+class CalledFunction(_Object, frozen=True):
+    """What a call was about."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    arguments: str | None = None
+
+
+class ToolCall(_Object, frozen=True):
+    """A call in an assistant message."""
+
+    id: str | None = None
+    type: str = "function"
+    function: CalledFunction | None = None
+    custom: Any = None
+    index: Any = None
+
+
 class Message(_Object, frozen=True):
     """One message of a conversation, as it was sent or as a response gave it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None

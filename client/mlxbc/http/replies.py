@@ -62,12 +62,36 @@ class TextLogprobs(Struct, frozen=True):
     text_offset: list[int]
 
 
+class Called(Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class Call(Struct, frozen=True):
+    """A tool call."""
+
+    id: str
+    function: Called
+    type: Literal["function"] = "function"
+
+
+class CallChunk(Struct, frozen=True):
+    """A tool call in a stream: whole, since it is only known to be one when it is."""
+
+    index: int
+    id: str
+    function: Called
+    type: Literal["function"] = "function"
+
+
 class Delta(Struct, frozen=True, omit_defaults=True):
     """What is new in a chunk."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallChunk] | UnsetType = UNSET
+    unparsed_tool_calls: list[str] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True):
@@ -89,6 +113,9 @@ class Message(Struct, frozen=True):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[Call] | UnsetType = UNSET
+    unparsed_tool_calls: list[str] | UnsetType = UNSET
+    """Calls that were cut off or made no sense, as the model wrote them. Not of OpenAI's."""
 
 
 class TextChoice(Struct, frozen=True):
@@ -133,11 +160,16 @@ class Alternative:
         text: everything that was said, and `reasoning` what was thought, in pieces.
         reasoning_tokens: how many tokens that took.
         logprobs: of all tokens, if they were asked for.
+        calls: of tools.
+        unparsed: what was to be a call and is none.
         started: something of it has been told.
         offset: characters of its text that have been told.
     """
 
-    __slots__ = ("index", "logprobs", "offset", "reasoning", "reasoning_tokens", "started", "text")
+    __slots__ = (
+        *("calls", "index", "logprobs", "offset", "reasoning"),
+        *("reasoning_tokens", "started", "text", "unparsed"),
+    )
 
     def __init__(self, index: int, prefix: str) -> None:
         self.index = index
@@ -145,6 +177,8 @@ class Alternative:
         self.reasoning: list[str] = []
         self.reasoning_tokens = 0
         self.logprobs: list[wire.TokenLogprob] = []
+        self.calls: list[wire.ToolCall] = []
+        self.unparsed: list[str] = []
         self.started = False
         self.offset = len(prefix)
 
@@ -155,6 +189,8 @@ class Alternative:
             self.reasoning_tokens += token.n
         else:
             self.text.append(token.text)
+        if token.call is not None:
+            self.calls.append(token.call)
         self.logprobs += token.logprobs
 
 
@@ -192,19 +228,32 @@ class ChatShape:
         first: Literal["assistant"] | UnsetType = UNSET if alternative.started else "assistant"
         if token.channel == "reasoning":
             delta = Delta(first, reasoning_content=token.text)
+        elif token.call is not None:
+            call = token.call
+            delta = Delta(first, tool_calls=[CallChunk(call.index, call.id, Called(call.name, call.arguments))])
         else:
             delta = Delta(first, token.text)
         return ChatChunkChoice(alternative.index, delta, _chat_logprobs(token.logprobs) if logprobs else None, None)
 
     def last(self, alternative: Alternative, finish: Finish) -> Choice:
         """See `Shape`."""
-        delta = Delta() if alternative.started else Delta("assistant", "")
+        unparsed = alternative.unparsed or UNSET
+        delta = (
+            Delta(unparsed_tool_calls=unparsed)
+            if alternative.started
+            else Delta("assistant", "", UNSET, UNSET, unparsed)
+        )
         return ChatChunkChoice(alternative.index, delta, None, finish)
 
     def complete(self, alternative: Alternative, finish: Finish, *, logprobs: bool) -> Choice:
         """See `Shape`."""
+        text = "".join(alternative.text)
         message = Message(
-            "assistant", "".join(alternative.text), reasoning_content="".join(alternative.reasoning) or UNSET
+            "assistant",
+            None if alternative.calls and not text else text,
+            reasoning_content="".join(alternative.reasoning) or UNSET,
+            tool_calls=[Call(call.id, Called(call.name, call.arguments)) for call in alternative.calls] or UNSET,
+            unparsed_tool_calls=alternative.unparsed or UNSET,
         )
         entries = _chat_logprobs(alternative.logprobs) if logprobs else None
         return ChatChoice(alternative.index, message, entries, finish)
@@ -233,9 +282,11 @@ class TextShape:
         return TextChoice(alternative.index, "".join(alternative.text), entries, finish)
 
 
-def finish(reason: wire.FinishReason) -> Finish:
-    """OpenAI's word for why a generation ended."""
-    return "length" if reason in ("length", "deadline") else "stop"
+def finish(reason: wire.FinishReason, *, calls: bool) -> Finish:
+    """OpenAI's word for why an alternative ended, with tool calls or without."""
+    if reason in ("length", "deadline"):
+        return "length"
+    return "tool_calls" if calls else "stop"
 
 
 def usage(parts: list[wire.Usage], reasoning: int) -> Usage:

@@ -12,8 +12,9 @@ from typing import Any, Final
 from msgspec import Struct
 
 from mlxbc import wire
-from mlxbc.http.asked import Chat, Completion, Message, Part, Stop
-from mlxbc.http.failures import Refused
+from mlxbc.http import conversing
+from mlxbc.http.asked import Chat, Completion, Stop
+from mlxbc.http.conversing import refused
 
 DEFAULT: Final = "default"
 """The model's name for whoever has to name one and has no wish."""
@@ -42,13 +43,9 @@ _TIERS: Final[Mapping[str, wire.Priority | None]] = {
 """OpenAI's classes of service, as priorities."""
 
 _ANYWAY: Final[Mapping[str, tuple[Any, ...]]] = {
-    "parallel_tool_calls": (True,),
     "modalities": (["text"],),
     "store": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "verbosity": (),
-    "reasoning_effort": (),
     "prediction": (),
     "functions": (),
     "function_call": ("none", "auto"),
@@ -69,6 +66,7 @@ class Order(Struct, frozen=True, kw_only=True):
         usage: the stream ends with the counts of tokens.
         logprobs: the response has log-probabilities.
         prefixes: texts that go before those of each prompt.
+        single_call: a response ends with its first tool call.
     """
 
     generate: list[dict[str, Any]]
@@ -78,6 +76,7 @@ class Order(Struct, frozen=True, kw_only=True):
     usage: bool
     logprobs: bool
     prefixes: list[str]
+    single_call: bool
 
 
 def chat(body: Chat) -> Order:
@@ -88,7 +87,8 @@ def chat(body: Chat) -> Order:
     """
     _refuse_what_is_not_done(body)
     fields = _sampling(body)
-    fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    fields |= {"messages": conversing.messages(body.messages), **conversing.tools(body)}
+    fields |= {**conversing.response_format(body.response_format), **conversing.effort(body.reasoning_effort)}
     if body.chat_template_kwargs:
         fields["template_options"] = body.chat_template_kwargs
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -97,14 +97,14 @@ def chat(body: Chat) -> Order:
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     elif body.top_logprobs:
-        raise _refused("top_logprobs", "top_logprobs needs logprobs: true")
-    _response_format(body.response_format)
+        raise refused("top_logprobs", "top_logprobs needs logprobs: true")
     if body.service_tier is not None:
         if body.service_tier not in _TIERS:
-            raise _refused("service_tier", f"service_tier is one of {', '.join(_TIERS)}")
+            raise refused("service_tier", f"service_tier is one of {', '.join(_TIERS)}")
         if (priority := _TIERS[body.service_tier]) is not None:
             fields["priority"] = priority
-    return _order(body, [fields], logprobs=bool(body.logprobs))
+    single = bool(body.tools) and body.parallel_tool_calls is False
+    return _order(body, [fields], logprobs=bool(body.logprobs), single_call=single)
 
 
 def completion(body: Completion) -> Order:
@@ -120,28 +120,31 @@ def completion(body: Completion) -> Order:
         fields["max_tokens"] = body.max_tokens
     if body.logprobs is not None:
         fields |= {"logprobs": True, "top_logprobs": body.logprobs}
-    if body.suffix:
-        raise _refused("suffix", "text after the gap is not supported yet; leave suffix out")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise _refused("best_of", "all that is drawn is returned; leave best_of out, or make it n")
+        raise refused("best_of", "all that is drawn is returned; leave best_of out, or make it n")
     if body.echo and body.logprobs is not None:
-        raise _refused("echo", "the prompt's own log-probabilities are not computed; leave echo or logprobs out")
+        raise refused("echo", "the prompt's own log-probabilities are not computed; leave echo or logprobs out")
     return _order(
         body,
-        [{**fields, "prompt": prompt} for prompt in prompts],
+        [{**fields, **_source(prompt, body.suffix)} for prompt in prompts],
         logprobs=body.logprobs is not None,
         prefixes=prompts if body.echo else None,
     )
 
 
 def _order(
-    body: Chat | Completion, generate: list[dict[str, Any]], *, logprobs: bool, prefixes: list[str] | None = None
+    body: Chat | Completion,
+    generate: list[dict[str, Any]],
+    *,
+    logprobs: bool,
+    prefixes: list[str] | None = None,
+    single_call: bool = False,
 ) -> Order:
     options = body.stream_options
     if options is not None and not body.stream:
-        raise _refused("stream_options", "stream_options needs stream: true")
+        raise refused("stream_options", "stream_options needs stream: true")
     if options is not None and options.include_obfuscation:
-        raise _refused("stream_options.include_obfuscation", "there is no padding against listeners; leave it out")
+        raise refused("stream_options.include_obfuscation", "there is no padding against listeners; leave it out")
     model = None if body.model in (None, "", DEFAULT) else body.model
     for fields in generate:
         if model is not None:
@@ -154,6 +157,7 @@ def _order(
         usage=options is not None and bool(options.include_usage),
         logprobs=logprobs,
         prefixes=prefixes or [""] * len(generate),
+        single_call=single_call,
     )
 
 
@@ -168,62 +172,28 @@ def _stop(stop: Stop | None) -> list[str]:
     return [] if stop is None else [stop] if isinstance(stop, str) else stop
 
 
+def _source(prompt: str, suffix: str | None) -> dict[str, Any]:
+    return {"fim": wire.Fim(prefix=prompt, suffix=suffix)} if suffix else {"prompt": prompt}
+
+
 def _prompts(prompt: str | list[Any] | None) -> list[str]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise _refused("prompt", "give a prompt: a text, or a list of texts")
+        raise refused("prompt", "give a prompt: a text, or a list of texts")
     if not all(isinstance(one, str) for one in prompt):
-        raise _refused("prompt", "prompts of token ids are not supported; send text")
+        raise refused("prompt", "prompts of token ids are not supported; send text")
     if len(prompt) > 64:
-        raise _refused("prompt", "one request has at most 64 prompts; send several")
+        raise refused("prompt", "one request has at most 64 prompts; send several")
     return prompt
-
-
-def _message(message: Message, at: str) -> wire.Message:
-    for name in ("function_call", "audio", "tool_calls", "tool_call_id"):
-        if getattr(message, name):
-            raise _refused(f"{at}.{name}", f"{name} in messages is not supported yet")
-    if message.name is not None:
-        raise _refused(f"{at}.name", "chat templates know no names of participants; write it into the content")
-    text = _text(message.content, f"{at}.content")
-    match message.role:
-        case "developer":
-            return wire.Message(role="system", content=text)
-        case "system" | "user" | "assistant":
-            return wire.Message(role=message.role, content=text)
-        case role:
-            raise _refused(f"{at}.role", f"messages of role {role} are not supported yet")
-
-
-def _text(content: str | list[Part] | None, at: str) -> str:
-    if content is None:
-        raise _refused(at, "a message needs content")
-    if isinstance(content, str):
-        return content
-    pieces = []
-    for i, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            raise _refused(f"{at}[{i}]", f"content of type {part.type[:40]!r} is not supported; send text")
-        pieces.append(part.text)
-    return "".join(pieces)
-
-
-def _response_format(wanted: Mapping[str, Any] | None) -> None:
-    if wanted is not None and wanted.get("type") != "text":
-        raise _refused("response_format", "structured output is not supported yet; leave response_format out")
 
 
 def _refuse_what_is_not_done(body: Chat | Completion) -> None:
     for name, fine in _ANYWAY.items():
         value = getattr(body, name, None)
         if value is not None and value not in fine:
-            raise _refused(name, f"{name} is not supported here{_instead(fine)}; leave it out")
+            raise refused(name, f"{name} is not supported here{_instead(fine)}; leave it out")
 
 
 def _instead(fine: tuple[Any, ...]) -> str:
     return f" other than {' or '.join(repr(value) for value in fine)}" if fine else ""
-
-
-def _refused(param: str, message: str) -> Refused:
-    return Refused(message, param=param, code="unsupported_parameter")

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
 import llm
-from llm.parts import ReasoningPart, StreamEvent, TextPart
-from msgspec import to_builtins
+import msgspec
+from llm.parts import ReasoningPart, StreamEvent, TextPart, ToolCallPart, ToolResultPart
 from pydantic import ConfigDict, Field
 
 from mlxbc import wire
@@ -46,16 +46,22 @@ class _Shared:
     """
 
     can_stream = True
+    supports_schema = True
+    supports_tools = True
     model_id: str
     name: str | None
 
     def _fields(self, prompt: llm.Prompt) -> dict[str, Any]:
         fields: dict[str, Any] = prompt.options.model_dump(exclude_none=True)
+        if prompt.schema is not None:
+            fields["schema"] = prompt.schema
+        if prompt.tools:
+            fields["tools"] = [_tool(tool) for tool in prompt.tools]
         if isinstance(stop := fields.get("stop"), str):
             fields["stop"] = [stop]
         if self.name is not None:
             fields["model"] = self.name
-        return {**fields, "messages": [message for one in prompt.messages if (message := _message(one))]}
+        return {**fields, "messages": [message for one in prompt.messages for message in _messages(one)]}
 
 
 class Mlxbc(_Shared, llm.Model):
@@ -79,8 +85,7 @@ class Mlxbc(_Shared, llm.Model):
         try:
             with Client(client_name=_CLIENT) as client, client.generate(**self._fields(prompt)) as generation:
                 for event in generation:
-                    if (told := _told(event, prompt)) is not None:
-                        yield told
+                    yield from _told(event, prompt, response)
                 _record(response, generation.result)
         except MlxbcError as error:
             raise llm.ModelError(str(error)) from error
@@ -106,7 +111,7 @@ class AsyncMlxbc(_Shared, llm.AsyncModel):
                 client.generate(**self._fields(prompt)) as generation,
             ):
                 async for event in generation:
-                    if (told := _told(event, prompt)) is not None:
+                    for told in _told(event, prompt, response):
                         yield told
                 _record(response, generation.result)
         except MlxbcError as error:
@@ -117,27 +122,54 @@ def _model_id(name: str | None) -> str:
     return "mlxbc" if name is None else f"mlxbc/{name}"
 
 
-def _message(message: Any) -> Mapping[str, str] | None:
-    """A message of the conversation for the wire; None if nothing of it is for the model.
+def _messages(message: Any) -> Iterator[Mapping[str, Any]]:
+    """A message of the conversation for the wire; several where it brings the results of several calls.
 
     Raises:
         llm.ModelError: it has parts that the daemon doesn't take.
     """
-    pieces = []
+    pieces, calls = [], []
     for part in message.parts:
-        if isinstance(part, TextPart):
-            pieces.append(part.text)
-        elif not isinstance(part, ReasoningPart):  # what was thought is not told again: chat templates leave it out
-            raise llm.ModelError(f"the daemon does not take {type(part).__name__} in conversations yet")
-    return {"role": message.role, "content": "".join(pieces)} if pieces else None
+        match part:
+            case TextPart():
+                pieces.append(part.text)
+            case ToolCallPart():
+                calls.append(
+                    {
+                        "name": part.name,
+                        "arguments": msgspec.json.encode(part.arguments).decode(),
+                        "id": part.tool_call_id or "",
+                    }
+                )
+            case ToolResultPart():
+                yield {"role": "tool", "content": part.output, "tool_call_id": part.tool_call_id, "name": part.name}
+            case ReasoningPart():
+                pass  # what was thought is not told again: chat templates leave it out
+            case _:
+                raise llm.ModelError(f"the daemon does not take {type(part).__name__} in conversations")
+    if pieces or calls:
+        yield {"role": message.role, "content": "".join(pieces), "tool_calls": calls}
 
 
-def _told(event: Event, prompt: llm.Prompt) -> str | StreamEvent | None:
-    if not isinstance(event, wire.Token) or not event.text:
-        return None
-    if event.channel == "text":
-        return event.text
-    return None if prompt.hide_reasoning else StreamEvent(type="reasoning", chunk=event.text)
+def _tool(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, llm.Tool):
+        raise llm.ModelError(f"the daemon runs no tools of its own, {type(tool).__name__} among them")
+    definition = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema or {}}
+    return {"type": "function", "function": definition}
+
+
+def _told(event: Event, prompt: llm.Prompt, response: Any) -> Iterator[str | StreamEvent]:
+    if not isinstance(event, wire.Token):
+        return
+    if (call := event.call) is not None:
+        arguments = msgspec.json.decode(call.arguments)
+        response.add_tool_call(llm.ToolCall(name=call.name, arguments=arguments, tool_call_id=call.id))
+        yield StreamEvent(type="tool_call_name", chunk=call.name, tool_call_id=call.id)
+        yield StreamEvent(type="tool_call_args", chunk=call.arguments, tool_call_id=call.id)
+    elif event.channel == "text" and event.text:
+        yield event.text
+    elif event.channel == "reasoning" and event.text and not prompt.hide_reasoning:
+        yield StreamEvent(type="reasoning", chunk=event.text)
 
 
 def _record(response: Any, result: Result) -> None:
@@ -147,4 +179,8 @@ def _record(response: Any, result: Result) -> None:
         details={"cached_tokens": result.usage.cached} if result.usage.cached else None,
     )
     response.set_resolved_model(result.model)
-    response.response_json = {"reason": result.reason, "seed": result.seed, "timings": to_builtins(result.timings)}
+    response.response_json = {
+        "reason": result.reason,
+        "seed": result.seed,
+        "timings": msgspec.to_builtins(result.timings),
+    }
