@@ -191,6 +191,10 @@ class AsyncClient:
         """The daemon's settings, and where each comes from."""
         return await self._call(self._build(wire.Config), wire.Settings)
 
+    async def probe(self) -> float:
+        """Seconds that a small test piece takes on the daemon's device."""
+        return (await self._call(self._build(wire.Probe), wire.Probed)).seconds
+
     async def ping(self) -> float:
         """Seconds until the daemon's answer."""
         began = perf_counter()

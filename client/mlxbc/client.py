@@ -173,6 +173,10 @@ class Client:
         """The daemon's settings, and where each comes from."""
         return self._call(self._build(wire.Config), wire.Settings)
 
+    def probe(self) -> float:
+        """Seconds that a small test piece takes on the daemon's device."""
+        return self._call(self._build(wire.Probe), wire.Probed).seconds
+
     def ping(self) -> float:
         """Seconds until the daemon's answer."""
         began = perf_counter()

@@ -27,6 +27,7 @@ Numbered: TypeAlias = (
     | wire.Status
     | wire.Ps
     | wire.Config
+    | wire.Probe
     | wire.Ping
     | wire.Shutdown
 )

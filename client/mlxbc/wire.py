@@ -282,6 +282,12 @@ class Config(_Request, frozen=True, tag="config"):
     id: Id
 
 
+class Probe(_Request, frozen=True, tag="probe"):
+    """Time a small test piece on the device, once what runs there now has ended."""
+
+    id: Id
+
+
 class Ping(_Request, frozen=True, tag="ping"):
     id: Id
 
@@ -306,6 +312,7 @@ Request: TypeAlias = (
     | Status
     | Ps
     | Config
+    | Probe
     | Ping
     | Shutdown
 )
@@ -609,6 +616,13 @@ class Settings(_Reply, frozen=True, tag="settings"):
     """Why the file could not be read when it was last tried."""
 
 
+class Probed(_Reply, frozen=True, tag="probed"):
+    """`seconds` is the best of several tries."""
+
+    id: int
+    seconds: float
+
+
 class Pong(_Reply, frozen=True, tag="pong"):
     id: int
 
@@ -635,6 +649,7 @@ Reply: TypeAlias = (
     | ProcessList
     | StatusReport
     | Settings
+    | Probed
     | Pong
     | Bye
 )
@@ -651,6 +666,7 @@ TERMINAL: Final = (
     ProcessList,
     StatusReport,
     Settings,
+    Probed,
     Pong,
     Bye,
 )

@@ -71,6 +71,29 @@ def test_a_signal_makes_a_running_daemon_read_its_file_again(path: Path, tmp_pat
         daemon.popen.communicate()
 
 
+def test_the_doctor_examines_a_running_daemon_and_its_device(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("")
+    daemon = Started(path, file)
+    try:
+        daemon.logged("ready after")
+        environment = {**os.environ, "MLXBC_SOCKET": str(path), "MLXBC_CONFIG": str(file)}
+        told = subprocess.run(
+            [sys.executable, "-m", "mlxbc", "doctor", "--json"], env=environment, capture_output=True, check=False
+        )
+        found = json.loads(told.stdout)
+        faults = {one["about"] for one in found if one["level"] == "fault"}
+        assert told.returncode == (1 if faults else 0), told.stderr
+        # There is no model in this home, and others may use this machine.
+        assert "models" in faults
+        assert faults <= {"models", "others", "memory"}
+        levels = {one["about"]: one["level"] for one in found}
+        assert (levels["daemon"], levels["device"], levels["version"]) == ("ok", "ok", "ok")
+    finally:
+        daemon.popen.terminate()
+        daemon.popen.communicate(timeout=PATIENCE_S)
+
+
 def test_a_wrong_file_ends_the_start_with_the_reason(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("modell = 'x'\n")

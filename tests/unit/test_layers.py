@@ -21,6 +21,7 @@ http:      client wire
 lsp:       client wire
 llm_plugin: client wire
 client:    wire
+doctor:    service serve residency engine model config machine errors wire
 service:   serve config errors wire
 serve:     config machine residency engine methods spec cache sampling state model text plan device errors wire
 residency: engine methods spec cache sampling state model text device plan errors wire
@@ -52,6 +53,7 @@ USES_MLX: Final = {"serve", "residency", "engine", "methods", "spec", "cache", "
 USES_THE_ZOO: Final = {"residency", "state", "model"}
 
 HANDS_OVER: Final = {
+    "mlxbc.cli.doctor": "mlxbcd.doctor.examine",
     "mlxbc.cli.config": "mlxbcd.config.sources",
     "mlxbc.cli.serve": "mlxbcd.serve.main",
     "mlxbc.cli.service": "mlxbcd.service.manager",
@@ -246,7 +248,7 @@ def without_mlx() -> list[str]:
         module
         for module in MODULES
         if root(module) == "mlxbc"
-        or layer(module) in ("service", "config", "machine", "text", "plan", "errors", "device")
+        or layer(module) in ("doctor", "service", "config", "machine", "text", "plan", "errors", "device")
         or (layer(module) == "serve" and module not in AFTER_MLX)
         or module in DECISIONS
         or module in WITHOUT_MLX

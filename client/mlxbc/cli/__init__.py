@@ -30,6 +30,7 @@ COMMANDS = {
     "http": "serve OpenAI's HTTP API for programs that know no other",
     "lsp": "complete in any editor that speaks the Language Server Protocol",
     "stop": "stop the daemon",
+    "doctor": "find out what is wrong, and what mends it",
     "config": "show the daemon's settings, and where each comes from",
     "status": "show how the daemon is",
     "ps": "list the resident models",

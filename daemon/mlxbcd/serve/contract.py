@@ -26,6 +26,7 @@ Work: TypeAlias = (
     | wire.Status
     | wire.Ps
     | wire.Config
+    | wire.Probe
 )
 """The requests that a service answers; the front answers the others itself."""
 

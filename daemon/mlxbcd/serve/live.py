@@ -26,6 +26,7 @@ from mlxbcd.errors import ServeError
 from mlxbcd.machine.system import Machine, this_machine
 from mlxbcd.model import allocator
 from mlxbcd.model.blas import BlasReport
+from mlxbcd.model.probe import probe
 from mlxbcd.plan.freeze import check, check_text, freeze, needs
 from mlxbcd.plan.request import Request
 from mlxbcd.plan.resolve import Feature, Plan, resolve
@@ -141,6 +142,8 @@ class LiveService:
                 return self._answer(request.id, reply, lambda job: self._models(request, job))
             case wire.Load():
                 return self._answer(request.id, reply, lambda job: self._load(request, job))
+            case wire.Probe():
+                return self._answer(request.id, reply, lambda job: self._probe(request, job))
             case wire.Unload():
                 return self._answer(request.id, reply, lambda job: self._unload(request, job))
 
@@ -393,6 +396,9 @@ class LiveService:
     async def _unload(self, request: wire.Unload, job: TaskJob) -> None:
         resident = await self._residency.unload(await self._residency.resolve(request.model))
         job.answer(wire.Unloaded(id=request.id, model=resident.name))
+
+    async def _probe(self, request: wire.Probe, job: TaskJob) -> None:
+        job.answer(wire.Probed(id=request.id, seconds=await self._device.run(probe)))
 
     # -- what can be told without asking the device
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import plistlib
+import sys
 from pathlib import Path
 from typing import Any, Final
 from xml.parsers.expat import ExpatError
@@ -51,6 +53,21 @@ def logs(agent: bytes) -> list[Path]:
     option = "--log-file="
     named = [word.removeprefix(option) for word in read.get("ProgramArguments", []) if word.startswith(option)]
     return [Path(path) for path in (*named, read.get("StandardErrorPath")) if path]
+
+
+def stale(installed: bytes) -> str:
+    """What an installed agent says otherwise than this version's, apart from what was chosen; empty if nothing."""
+    read, ours = _read(installed), plistlib.loads(template(FILE))
+    command = read.get("ProgramArguments") or [""]
+    if not read or command[0] != os.path.abspath(sys.executable):
+        return f"it starts another program ({command[0]})" if read else "it is no property list"
+    for key, value in ours.items():
+        found = read.get(key)
+        if key == "Sockets":
+            found = {"Listeners": {"SockPathMode": (found or {}).get("Listeners", {}).get("SockPathMode")}}
+        if found != value:
+            return f"{key} is {found!r} instead of {value!r}"
+    return ""
 
 
 def _read(agent: bytes) -> dict[str, Any]:

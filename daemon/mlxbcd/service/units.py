@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -42,6 +43,27 @@ def render(program: Program) -> dict[str, bytes]:
     socket = _specifiers(str(program.socket)) if "MLXBC_SOCKET" in program.environment else "%t/mlxbc/mlxbc.sock"
     values = {"COMMAND": command, "ENVIRONMENT": environment, "SOCKET": socket}
     return {name: _fill(template(name).decode(), values).encode() for name in (SOCKET, SERVICE)}
+
+
+def stale(installed: str) -> str:
+    """What an installed service unit says otherwise than this version's, apart from what was chosen; empty if nothing.
+
+    The command, its environment and the socket are up to whoever installs it, but the interpreter must be this one.
+    """
+    chosen = re.compile(r"^(ExecStart|Environment)=")
+    ours = [line for line in template(SERVICE).decode().splitlines() if line and not line.startswith(("#", "@"))]
+    theirs = [line for line in installed.splitlines() if line and not line.startswith("#")]
+    command = next((line for line in theirs if line.startswith("ExecStart=")), "ExecStart=")
+    interpreter = _word(os.path.abspath(sys.executable))
+    if not command.startswith(f"ExecStart={interpreter} "):
+        return f"it starts another program ({command[:120]})"
+    wanted = [line for line in ours if not chosen.match(line)]
+    found = [line for line in theirs if not chosen.match(line)]
+    for line in wanted:
+        if line not in found:
+            return f"it lacks {line}"
+    extra = [line for line in found if line not in wanted]
+    return f"it has {extra[0]}" if extra else ""
 
 
 def _fill(text: str, values: dict[str, str]) -> str:
