@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/mlxbc
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_mlxbc_subparsers=(ask chat fim explain log templates serve service http lsp stop config status ps models pull load unload tokenize count completion)
+_shtab_mlxbc_subparsers=(ask chat fim explain log templates serve service http lsp stop doctor config status ps models pull load unload tokenize count completion)
 
 _shtab_mlxbc_ask_option_strings=(-h --help -f --file -s --system -m --model -o --option -t --template -p --param --save -c --continue --cid --log --no-log --raw -x --extract --code --md --json --keepalive --no-stream --dry-run --stats -R --hide-reasoning -q --quiet)
 _shtab_mlxbc_chat_option_strings=(-h --help -f --file -s --system -m --model -o --option -c --continue --cid --log --no-log --keepalive --md --stats -R --hide-reasoning -q --quiet)
@@ -18,6 +18,7 @@ _shtab_mlxbc_service_option_strings=(-h --help --on-demand -m --model --no-prelo
 _shtab_mlxbc_http_option_strings=(-h --help --host --port --show-token --no-token --allow-host --allow-origin)
 _shtab_mlxbc_lsp_option_strings=(-h --help -m --model --max-tokens --deadline-ms --lines-before --lines-after --stdio)
 _shtab_mlxbc_stop_option_strings=(-h --help --now --timeout)
+_shtab_mlxbc_doctor_option_strings=(-h --help --no-probe --json)
 _shtab_mlxbc_config_option_strings=(-h --help --json)
 _shtab_mlxbc_status_option_strings=(-h --help --json)
 _shtab_mlxbc_ps_option_strings=(-h --help --json)
@@ -71,7 +72,7 @@ _shtab_mlxbc_log_pos_0_choices=(list show on off remove path)
 _shtab_mlxbc_service_pos_0_choices=(install uninstall start stop restart status logs)
 _shtab_mlxbc_config_pos_0_choices=(show init check reload path)
 _shtab_mlxbc_completion_pos_0_choices=(bash zsh fish)
-_shtab_mlxbc_pos_0_choices=(ask chat fim explain log templates serve service http lsp stop config status ps models pull load unload tokenize count completion)
+_shtab_mlxbc_pos_0_choices=(ask chat fim explain log templates serve service http lsp stop doctor config status ps models pull load unload tokenize count completion)
 
 _shtab_mlxbc_ask_pos_0_nargs='*'
 _shtab_mlxbc_ask__h_nargs=0
@@ -155,6 +156,10 @@ _shtab_mlxbc_lsp___stdio_nargs=0
 _shtab_mlxbc_stop__h_nargs=0
 _shtab_mlxbc_stop___help_nargs=0
 _shtab_mlxbc_stop___now_nargs=0
+_shtab_mlxbc_doctor__h_nargs=0
+_shtab_mlxbc_doctor___help_nargs=0
+_shtab_mlxbc_doctor___no_probe_nargs=0
+_shtab_mlxbc_doctor___json_nargs=0
 _shtab_mlxbc_config__h_nargs=0
 _shtab_mlxbc_config___help_nargs=0
 _shtab_mlxbc_config___json_nargs=0

@@ -50,7 +50,7 @@ function _shtab_mlxbc_using
   test "$_shtab_mlxbc_cmdpath" = "$argv"
 end
 
-set -g _shtab_mlxbc_commands ask chat fim explain log templates serve service http lsp stop config status ps models pull load unload tokenize count completion
+set -g _shtab_mlxbc_commands ask chat fim explain log templates serve service http lsp stop doctor config status ps models pull load unload tokenize count completion
 set -g _shtab_mlxbc_opts_with_value --allow-host --allow-origin --cid --context --deadline-ms --file --host --keepalive --language --lines --lines-after --lines-before --max-tokens --model --option --param --path --port --save --system --template --timeout -c -f -m -n -o -p -s -t
 
 complete -c mlxbc -e
@@ -157,6 +157,10 @@ complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a 
 complete -c mlxbc -n '_shtab_mlxbc_using stop' -s h -l help -d 'show this help message and exit'
 complete -c mlxbc -n '_shtab_mlxbc_using stop' -l now -d 'don'"'"'t wait for running requests'
 complete -c mlxbc -n '_shtab_mlxbc_using stop' -l timeout -x -d 'give up waiting (exit 124); the daemon goes on stopping'
+complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a doctor -d 'Find out what is wrong with the daemon and its surroundings.'
+complete -c mlxbc -n '_shtab_mlxbc_using doctor' -s h -l help -d 'show this help message and exit'
+complete -c mlxbc -n '_shtab_mlxbc_using doctor' -l no-probe -d 'don'"'"'t try the device'
+complete -c mlxbc -n '_shtab_mlxbc_using doctor' -l json -d 'print a JSON array of findings'
 complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a config -d 'Show the daemon'"'"'s settings, or work on their file.'
 complete -c mlxbc -n '_shtab_mlxbc_using config' -s h -l help -d 'show this help message and exit'
 complete -c mlxbc -n '_shtab_mlxbc_using config' -l json -d 'with show: print one JSON object'
