@@ -232,6 +232,8 @@ class Tokenize(_Request, frozen=True, tag="tokenize"):
     text: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)] | None = None
     template_options: dict[str, Scalar] = {}
+    tools: Annotated[list[Tool], Meta(max_length=128)] = []
+    thinking: bool | None = None
     model: ModelName | None = None
 
 
@@ -242,6 +244,8 @@ class Count(_Request, frozen=True, tag="count"):
     text: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)] | None = None
     template_options: dict[str, Scalar] = {}
+    tools: Annotated[list[Tool], Meta(max_length=128)] = []
+    thinking: bool | None = None
     model: ModelName | None = None
 
 

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from mlxbc import wire
+from mlxbcd.config.settings import FIM_FAMILIES
 from mlxbcd.text.comments import comment
 from mlxbcd.text.fim import PREFIX, STYLES, FimStyle, Form, fim_prompt, find
 from mlxbcd.text.metadata import TextMetadata
@@ -129,6 +130,26 @@ def test_the_style_is_found_from_the_vocabulary(style: FimStyle, special: bool) 
     made = fim_prompt(wire.Fim(prefix="a"), style, tokenizer, 100)
     assert made.form is Form.INFILLING
     assert made.ends == {tokenizer.token_id(token) for token in (*style.tokens, *style.ends)}
+
+
+def test_a_style_can_be_chosen_where_the_model_has_its_tokens() -> None:
+    tokenizer = of(STYLES[0])
+    assert find(tokenizer, "off") is None
+    generic = find(tokenizer, "generic")
+    assert generic is not None
+    assert generic.family == "generic"
+    assert find(tokenizer, "codestral") is STYLES[0], "it has no such tokens"
+    for layout in ("<|fim_prefix|> <|fim_suffix|>{suffix}<|fim_middle|>{prefix}", "<|no|>{prefix}[NO]{suffix}"):
+        own = find(tokenizer, layout)
+        assert own is not None
+        assert (own is STYLES[0]) == ("no" in layout)
+    layout = "<|fim_suffix|>{suffix}{prefix}"
+    made = fim_prompt(wire.Fim(prefix="a", suffix="b"), find(tokenizer, layout), tokenizer, 99)
+    assert tokenizer._backend.decode(made.tokens, skip_special_tokens=False) == layout.format(prefix="a", suffix="b")
+
+
+def test_the_settings_know_every_family() -> None:
+    assert [style.family for style in STYLES] == list(FIM_FAMILIES)
 
 
 def test_a_raw_prompt_s_beginning_comes_first() -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from mlxbc.cli import answer, exits, options
 from mlxbc.cli.question import Question, add_conversation, add_template
+from mlxbc.cli.structure import add_structure, calls
 from mlxbc.cli.terminal import Terminal
 from mlxbc.cli.text import ARGUMENT_HELP, add_files
 from mlxbc.client import Client
@@ -33,6 +34,11 @@ note says when it was cut there, and --json always gives the reason.
 also asks the model for nothing else. --md shows Markdown as a terminal can, and
 changes nothing where the output is no terminal.
 
+--schema FILE makes the answer JSON that satisfies a JSON Schema, --grammar FILE
+a text of a Lark grammar; -o regex and -o choice work likewise. With --tools
+FILE the model may call functions, defined as in OpenAI's API; each call is
+printed as a line of JSON. -o thinking_budget N ends reasoning after N tokens.
+
 --dry-run prints the text that the model would see, and with --json the request.
 
 -t NAME takes the question, the system prompt, the model and options from a
@@ -54,6 +60,8 @@ examples:
   mlxbc ask -f main.c -f main.h "Where is the leak?"
   mlxbc ask --code "A shell loop over all PNG files" >loop.sh
   mlxbc ask --log "Name three rivers"; mlxbc ask -c "Which is the longest?"
+  mlxbc ask --schema person.json "Ada Lovelace" | jq .born
+  mlxbc ask -o choice yes -o choice no "Is the sky blue?"
   mlxbc ask --raw -o max_tokens 40 -o stop $'\\n\\n' <prompt.txt
   mlxbc ask -o seed 7 -o logit_bias '{{"42": -100}}' --json "Hi" | jq .text
 
@@ -71,6 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_generation(parser)
     add_template(parser)
     add_conversation(parser)
+    add_structure(parser)
     parser.add_argument("--raw", action="store_true", help="send the text as it is, without the model's chat template")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("-x", "--extract", action="store_true", help="print the first block of code in the answer")
@@ -115,6 +124,10 @@ def run(args: argparse.Namespace) -> int:
     elif whole:
         terminal.reasoning(result.reasoning)
         code = _print_whole(terminal, result, extract=question.extract, code=args.code)
+    if result.tool_calls and not args.json:
+        terminal.text(calls(result.tool_calls))
+    if result.unparsed:
+        terminal.note(f"mlxbc: a tool call was cut off or made no sense: {result.unparsed[0]}")
     if result.reason == "length":
         terminal.note(f"mlxbc: stopped after {result.usage.generated} tokens; -o max_tokens N allows more")
     if args.stats:
@@ -155,7 +168,8 @@ def _print_json(result: Result, *, reasoning: bool) -> None:
 
 def _dry_run(fields: dict[str, Any], *, as_json: bool) -> int:
     """Print what the model would see, and how many tokens that is."""
-    asked = {name: fields[name] for name in ("messages", "model", "template_options") if name in fields}
+    named = ("messages", "model", "template_options", "tools", "thinking")
+    asked = {name: fields[name] for name in named if name in fields}
     with Client(client_name="mlxbc-ask") as client:
         seen = client.render(fields.get("prompt"), **asked)
     if as_json:

@@ -100,7 +100,7 @@ def _offset(parser: argparse.ArgumentParser, text: str, line: int | None, column
     if not 1 <= line <= len(lines):
         parser.error(f"there is no line {line}: the file has {len(lines)}")
     begin = sum(len(before) + 1 for before in lines[: line - 1])
-    width = len(lines[line - 1])
+    width = len(lines[line - 1].removesuffix("\r"))
     if column is None:
         return begin + width
     if not 1 <= column <= width + 1:

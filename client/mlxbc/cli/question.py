@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxbc import request, wire
 from mlxbc.cli import exits, options
+from mlxbc.cli.structure import structure
 from mlxbc.cli.text import gather
 from mlxbc.result import Result
 
@@ -72,6 +73,10 @@ class Question:
 
     def __init__(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         self.fields: dict[str, Any] = options.generation(parser, args, logprobs=args.json)
+        form = structure(parser, args)
+        if form and args.save is not None:
+            parser.error(f"a template keeps no {', '.join(form)}: give that when you ask with it")
+        self.fields |= form
         self.extract: bool = args.extract
         self._raw: bool = args.raw
         self._args = args

@@ -7,7 +7,7 @@
 
 _shtab_mlxbc_subparsers=(ask chat fim explain log templates serve service http lsp stop doctor config status ps models pull load unload tokenize count completion)
 
-_shtab_mlxbc_ask_option_strings=(-h --help -f --file -s --system -m --model -o --option -t --template -p --param --save -c --continue --cid --log --no-log --raw -x --extract --code --md --json --keepalive --no-stream --dry-run --stats -R --hide-reasoning -q --quiet)
+_shtab_mlxbc_ask_option_strings=(-h --help -f --file -s --system -m --model -o --option -t --template -p --param --save -c --continue --cid --log --no-log --schema --grammar --tools --raw -x --extract --code --md --json --keepalive --no-stream --dry-run --stats -R --hide-reasoning -q --quiet)
 _shtab_mlxbc_chat_option_strings=(-h --help -f --file -s --system -m --model -o --option -c --continue --cid --log --no-log --keepalive --md --stats -R --hide-reasoning -q --quiet)
 _shtab_mlxbc_fim_option_strings=(-h --help -c --context -1 --single-line --path --language -m --model -o --option --insert --json --stats -q --quiet)
 _shtab_mlxbc_explain_option_strings=(-h --help -s --system -m --model -o --option --raw --json)

@@ -51,7 +51,7 @@ function _shtab_mlxbc_using
 end
 
 set -g _shtab_mlxbc_commands ask chat fim explain log templates serve service http lsp stop doctor config status ps models pull load unload tokenize count completion
-set -g _shtab_mlxbc_opts_with_value --allow-host --allow-origin --cid --context --deadline-ms --file --host --keepalive --language --lines --lines-after --lines-before --max-tokens --model --option --param --path --port --save --system --template --timeout -c -f -m -n -o -p -s -t
+set -g _shtab_mlxbc_opts_with_value --allow-host --allow-origin --cid --context --deadline-ms --file --grammar --host --keepalive --language --lines --lines-after --lines-before --max-tokens --model --option --param --path --port --save --schema --system --template --timeout --tools -c -f -m -n -o -p -s -t
 
 complete -c mlxbc -e
 complete -c mlxbc -f
@@ -71,6 +71,9 @@ complete -c mlxbc -n '_shtab_mlxbc_using ask' -s c -l continue -d 'go on with th
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l cid -xka "(mlxbc complete conversations)" -d 'go on with this conversation; mlxbc log lists them'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l log -d 'keep the conversation, so that -c can go on with it'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l no-log -d 'don'"'"'t, even if mlxbc log is on'
+complete -c mlxbc -n '_shtab_mlxbc_using ask' -l schema -x -d 'answer with JSON that satisfies this JSON Schema'
+complete -c mlxbc -n '_shtab_mlxbc_using ask' -l grammar -x -d 'answer with a text of this Lark grammar'
+complete -c mlxbc -n '_shtab_mlxbc_using ask' -l tools -x -d 'functions that the model may call, as a JSON array'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l raw -d 'send the text as it is, without the model'"'"'s chat template'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s x -l extract -d 'print the first block of code in the answer'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l code -d 'ask for code alone, and print that'

@@ -88,6 +88,22 @@ def text(expects: str, *, longest: int = 1024) -> Kind[str | None]:
     return Kind(expects, read, _itself, lambda value: quoted(value or ""))
 
 
+def layout(*names: str) -> Kind[str]:
+    """One of a few words, or a text with the blanks {prefix} and {suffix}."""
+
+    def read(value: object) -> str:
+        if isinstance(value, str) and (value in names or _is_layout(value)):
+            return value
+        raise ValueError
+
+    listed = " or ".join(f'"{name}"' for name in names)
+    return Kind(f'{listed}, or tokens around "{{prefix}}" and "{{suffix}}"', read, _itself, quoted)
+
+
+def _is_layout(value: str) -> bool:
+    return value.isprintable() and len(value) <= 1024 and value.count("{prefix}") == value.count("{suffix}") == 1
+
+
 def path() -> Kind[Path | None]:
     """An absolute path; an empty one is None."""
 

@@ -15,6 +15,23 @@ from mlxbcd.config import kinds
 from mlxbcd.config.kinds import FOREVER, Kind
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+FIM_FAMILIES: Final = (
+    "qwen-coder",
+    "codegemma",
+    "granite",
+    "generic",
+    "starcoder2",
+    "starcoder",
+    "stable-code",
+    "santacoder",
+    "deepseek-coder",
+    "kwaipilot",
+    "codestral",
+    "codellama",
+    "seed-coder",
+    "glm",
+)
+"""Families whose tokens and order are known."""
 ALIASES: Final = "aliases"
 """The one table whose keys are people's own."""
 
@@ -133,6 +150,14 @@ class Settings:
         kinds.count(1, 10_000_000),
         2048,
         "Tokens to generate where a request does not say.",
+        live=True,
+    )
+    fim: str = _key(
+        "requests.fim",
+        kinds.layout("auto", "off", *FIM_FAMILIES),
+        "auto",
+        "How a model is asked for what belongs at a place in a file: by its vocabulary; not at all, so that it goes on "
+        "from what is before; as one family's models are; or by other tokens. One that lacks them is asked as auto.",
         live=True,
     )
     decode_gap_ms: int = _key(

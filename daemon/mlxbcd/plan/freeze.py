@@ -23,8 +23,7 @@ def check(request: wire.Generate) -> None:
     """
     if sum(source is not None for source in (request.messages, request.prompt, request.fim)) != 1:
         raise ServeError("bad_request", "generate takes exactly one of messages, prompt and fim")
-    if request.messages is None:
-        _check_no_chat(request)
+    _check_chat(request)
     _check_constraints(request)
     if request.top_logprobs and not request.logprobs:
         raise ServeError("bad_request", "top_logprobs needs logprobs: true")
@@ -34,13 +33,18 @@ def check(request: wire.Generate) -> None:
         raise ServeError("bad_request", "resume needs the seed that `accepted` told, or the draws would differ")
 
 
-def _check_no_chat(request: wire.Generate) -> None:
-    """What is for chats alone."""
+def _check_chat(request: wire.Generate | wire.Tokenize | wire.Count) -> None:
+    """What is for chats alone, and says each thing once."""
+    switches = request.template_options.keys() & {"enable_thinking", "thinking"}
+    if request.thinking is not None and switches:
+        raise ServeError("bad_request", f"give thinking or the template option {min(switches)}, not both")
+    if request.messages is not None:
+        return
     asked = {
         "template_options": bool(request.template_options),
         "tools": bool(request.tools),
         "thinking": request.thinking is not None,
-        "thinking_budget": request.thinking_budget is not None,
+        "thinking_budget": isinstance(request, wire.Generate) and request.thinking_budget is not None,
     }
     for name, given in asked.items():
         if given:
@@ -66,8 +70,6 @@ def _check_constraints(request: wire.Generate) -> None:
         raise ServeError(
             "bad_request", f"{given[0]} leaves no room for calls: set tool_choice to none, or leave it out"
         )
-    if request.thinking is not None and (switch := request.template_options.keys() & {"enable_thinking", "thinking"}):
-        raise ServeError("bad_request", f"give thinking or the template option {min(switch)}, not both")
 
 
 def check_text(request: wire.Tokenize | wire.Count) -> None:
@@ -76,14 +78,10 @@ def check_text(request: wire.Tokenize | wire.Count) -> None:
     Raises:
         ServeError: bad_request.
     """
-    _check_source("count" if isinstance(request, wire.Count) else "tokenize", "text", request.text, request)
-
-
-def _check_source(kind: str, field: str, text: str | None, request: wire.Generate | wire.Tokenize | wire.Count) -> None:
-    if (request.messages is None) == (text is None):
-        raise ServeError("bad_request", f"{kind} takes exactly one of messages and {field}")
-    if text is not None and request.template_options:
-        raise ServeError("bad_request", f"template_options need messages: a {field} goes through no template")
+    if (request.messages is None) == (request.text is None):
+        kind = "count" if isinstance(request, wire.Count) else "tokenize"
+        raise ServeError("bad_request", f"{kind} takes exactly one of messages and text")
+    _check_chat(request)
 
 
 def priority(request: wire.Generate) -> Priority:

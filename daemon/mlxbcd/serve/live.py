@@ -74,7 +74,7 @@ class LiveService:
         self._blas = blas
         self._on_fatal = on_fatal
         self._workers = TextWorkers()
-        self._prompter = Prompter(self._workers)
+        self._prompter = Prompter(self._workers, self._settings.fim)
         self._allowance = Allowance(self._settings, machine.memory)
         self._residency = Residency(device, self._workers, self._fault, self._allowance.budget)
         self._manners = Manners(
@@ -172,6 +172,7 @@ class LiveService:
 
     def _take(self, settings: Settings) -> None:
         self._settings = settings
+        self._prompter = Prompter(self._workers, settings.fim)
         self._residency.choose(default=settings.model, aliases=settings.aliases)
         self._manners.take(settings)
         self._schedule()
@@ -319,7 +320,7 @@ class LiveService:
             stop=prompt.stop,
             constraint=constraint.copy if constraint is not None else None,
         )
-        capabilities = replace(built.capabilities, infills=words.fim is not None)
+        capabilities = replace(built.capabilities, infills=prompter.style(words) is not None)
         plan = resolve(needs(request, frozen.sampling, constrained=constraint is not None), capabilities, ENABLED)
         if plan.refusal is not None and not isinstance(request, wire.Explain):
             raise ServeError("bad_request", plan.refusal.text)
@@ -346,8 +347,9 @@ class LiveService:
     async def _tokenize(self, request: wire.Tokenize | wire.Count, job: TaskJob) -> None:
         async with self._residency.use(await self._residency.resolve(request.model)) as resident:
             if request.messages is not None:
-                options = dict(request.template_options)
-                seen, tokens = await self._prompter.chat(resident.words, request.messages, options)
+                options, tools, thinking = request.template_options, request.tools, request.thinking
+                prompt = await self._prompter.chat(resident.words, request.messages, options, tools, thinking)
+                seen, tokens = prompt.text, prompt.tokens
             else:
                 assert request.text is not None
                 seen, tokens = request.text, await self._workers.run(resident.tokenizer.encode, request.text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from mlxbcd.sampling.grammar import Grammar
 from mlxbcd.sampling.grammar_source import Source
 from mlxbcd.text.channels import ChannelSplitter, opens_inside
 from mlxbcd.text.chat import definitions, has_calls, thinking_options, turns
-from mlxbcd.text.fim import Form, fim_prompt
+from mlxbcd.text.fim import FimStyle, Form, fim_prompt, find
 from mlxbcd.text.stage import TextStage
 from mlxbcd.text.tool_choice import call_grammar
 from mlxbcd.text.tools import CallSplitter
@@ -55,6 +55,8 @@ class Prompter:
     """Makes prompts, constraints and stages. Long work is done away from the loop's thread."""
 
     workers: TextWorkers
+    fim: str = "auto"
+    """How models are asked for what belongs at a place in a file: see `text.fim.find`."""
 
     async def prompt(self, words: Words, request: wire.Generate, context: int) -> Prompt:
         """The prompt of a request.
@@ -66,7 +68,8 @@ class Prompter:
             ServeError: bad_request, it can't be had of this model.
         """
         if request.messages is not None:
-            return await self._chat(words, request, request.messages)
+            tools = request.tools if request.tool_choice != "none" else []
+            return await self.chat(words, request.messages, request.template_options, tools, request.thinking)
         if request.fim is not None:
             return await self._fim(words, request.fim, context - max_tokens(request, 0))
         assert request.prompt is not None
@@ -76,22 +79,39 @@ class Prompter:
         self,
         words: Words,
         messages: Sequence[wire.Message],
-        options: dict[str, Any],
-        tools: Sequence[dict[str, Any]] = (),
-    ) -> tuple[str, list[int]]:
-        """The text of a chat as its template renders it, and its tokens."""
+        options: Mapping[str, Any],
+        tools: Sequence[wire.Tool] = (),
+        thinking: bool | None = None,
+    ) -> Prompt:
+        """A chat as the model's template renders it.
 
-        def render() -> tuple[str, list[int]]:
+        Raises:
+            ServeError: bad_request, the template has no place for that, or refuses it.
+        """
+        tokenizer, template = words.tokenizer, words.template
+        switches = thinking_options(thinking, template.variables, tokenizer.reasoning)
+        if tools and "tools" not in template.variables:
+            message = "this model's chat template has no place for tools; describe them in a message instead"
+            raise ServeError("bad_request", message)
+        if tools and words.calls is None:
+            raise ServeError("bad_request", "how this model writes tool calls isn't known; leave tools out")
+        defined = definitions(tools)
+
+        def render(*, parsed: bool = True) -> str:
+            return template.render(turns(messages, parsed=parsed), {**options, **switches}, defined)
+
+        def make() -> Prompt:
             try:
-                text = words.template.render(turns(messages), options, tools)
+                text = render()
             except ServeError:
                 if not has_calls(messages):
                     raise
                 # Some templates want the arguments of calls as they came.
-                text = words.template.render(turns(messages, parsed=False), options, tools)
-            return text, words.tokenizer.encode(text, special=False)
+                text = render(parsed=False)
+            tokens = tokenizer.encode(text, special=False)
+            return Prompt(tokens=tokens, text=text, inside=opens_inside(text, tokenizer.reasoning), tools=defined)
 
-        return await self.workers.offload_text(sum(len(message.content) for message in messages), render)
+        return await self.workers.offload_text(sum(len(message.content) for message in messages), make)
 
     async def constraint(
         self, words: Words, grammars: Grammars, request: wire.Generate, prompt: Prompt, width: int
@@ -147,24 +167,13 @@ class Prompter:
             return await self.workers.offload(make)
         return make()
 
-    async def _chat(self, words: Words, request: wire.Generate, messages: list[wire.Message]) -> Prompt:
-        tokenizer, template = words.tokenizer, words.template
-        options: dict[str, Any] = dict(request.template_options)
-        options |= thinking_options(request.thinking, template.variables, tokenizer.reasoning)
-        tools: list[dict[str, Any]] = []
-        if request.tools and request.tool_choice != "none":
-            if "tools" not in template.variables:
-                message = "this model's chat template has no place for tools; describe them in a message instead"
-                raise ServeError("bad_request", message)
-            if words.calls is None:
-                raise ServeError("bad_request", "how this model writes tool calls isn't known; leave tools out")
-            tools = definitions(request.tools)
-        text, tokens = await self.chat(words, messages, options, tools)
-        return Prompt(tokens=tokens, text=text, inside=opens_inside(text, tokenizer.reasoning), tools=tools)
+    def style(self, words: Words) -> FimStyle | None:
+        """How a model is asked to fill in a middle, if it can be."""
+        return words.fim if self.fim == "auto" else find(words.tokenizer, self.fim)
 
     async def _fim(self, words: Words, fim: wire.Fim, room: int) -> Prompt:
         def make() -> Prompt:
-            made = fim_prompt(fim, words.fim, words.tokenizer, max(room, 1))
+            made = fim_prompt(fim, self.style(words), words.tokenizer, max(room, 1))
             return Prompt(tokens=made.tokens, ends=made.ends, stop=made.stop, form=made.form)
 
         length = len(fim.prefix) + len(fim.suffix) + sum(len(excerpt.text) for excerpt in fim.context)

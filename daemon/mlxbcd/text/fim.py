@@ -7,6 +7,7 @@ was trained with that order too, then what is before it, which grows as somebody
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -23,6 +24,9 @@ it whatever has been computed, stays put for a while."""
 _LEAST_LANDMARK: Final = 4
 """Characters of a line after the cursor that end a completion which arrives there."""
 _LONGEST_LANDMARK: Final = 200
+
+
+_PARTS: Final = re.compile(r"\{(?:prefix|suffix)\}|<[^<>\s]+>|\[[^\[\]\s]+\]|[^<>\[\]{}\s]+")
 
 
 class Form(Enum):
@@ -56,6 +60,12 @@ class FimStyle:
         """The tokens that a vocabulary needs for it."""
         return (*(part for part in self.layout if part not in (PREFIX, SUFFIX)), *filter(None, [self.file]))
 
+    def before(self, part: str) -> str:
+        """The token that stands before a text; "" if none does."""
+        place = self.layout.index(part)
+        token = self.layout[place - 1] if place else ""
+        return "" if token in (PREFIX, SUFFIX) else token
+
 
 def _prefix_first(prefix: str, suffix: str, middle: str) -> tuple[str, ...]:
     return prefix, PREFIX, suffix, SUFFIX, middle
@@ -79,7 +89,7 @@ STYLES: Final = (
     ),
     FimStyle(family="codegemma", layout=_suffix_first(*_BARS), file="<|file_separator|>"),
     FimStyle(family="granite", layout=_prefix_first(*_BARS), file="<|filename|>", path="{}\n", ends=("<|reponame|>",)),
-    FimStyle(family="bars", layout=_prefix_first(*_BARS), ends=("<|fim_pad|>",)),
+    FimStyle(family="generic", layout=_prefix_first(*_BARS), ends=("<|fim_pad|>",)),
     FimStyle(
         family="starcoder2",
         layout=_suffix_first(*_STARS),
@@ -153,12 +163,28 @@ class FimPrompt:
     stop: tuple[str, ...]
 
 
-def find(encoder: Encoder) -> FimStyle | None:
-    """The style of a model, by its vocabulary."""
-    for style in STYLES:
+def find(encoder: Encoder, wanted: str = "auto") -> FimStyle | None:
+    """How a model is asked to fill in a middle; None where it can't be, or isn't to be.
+
+    Args:
+        wanted: "auto" goes by the vocabulary, "off" never asks; the name of a family, or a layout as one text, holds
+            for models that have its tokens.
+    """
+    if wanted == "off":
+        return None
+    own = [style for style in (*_written(wanted), *STYLES) if wanted in ("auto", style.family)]
+    for style in (*own, *STYLES):
         if all(encoder.token_id(token) is not None for token in style.tokens):
             return style
     return None
+
+
+def _written(layout: str) -> list[FimStyle]:
+    """A style of somebody's own: tokens stand one after another, each within brackets of some kind."""
+    if PREFIX not in layout:
+        return []
+    parts = _PARTS.findall(layout)
+    return [FimStyle(family=layout, layout=tuple(parts))] if "".join(parts) == "".join(layout.split()) else []
 
 
 def fim_prompt(fim: wire.Fim, style: FimStyle | None, encoder: Encoder, room: int) -> FimPrompt:
@@ -182,7 +208,7 @@ def fim_prompt(fim: wire.Fim, style: FimStyle | None, encoder: Encoder, room: in
 def _infilling(fim: wire.Fim, style: FimStyle, encoder: Encoder, room: int) -> list[int]:
     ids = {token: index for token in style.tokens if (index := encoder.token_id(token)) is not None}
     begin = encoder.begin()
-    before = style.layout[style.layout.index(PREFIX) - 1]
+    before = style.before(PREFIX)
     header = _header(fim.path, fim.language, style.path)
     files = [_header(chunk.path, fim.language, style.path) + _lines(chunk.text) for chunk in fim.context]
     if style.file:
@@ -193,7 +219,7 @@ def _infilling(fim: wire.Fim, style: FimStyle, encoder: Encoder, room: int) -> l
         chunks = [encoder.encode_literal(text, before) for text in files]
         own = encoder.encode_literal(header, before)
     prefix = encoder.encode_literal(fim.prefix, before)
-    suffix = encoder.encode_literal(fim.suffix, style.layout[style.layout.index(SUFFIX) - 1])
+    suffix = encoder.encode_literal(fim.suffix, style.before(SUFFIX))
     left = max(room - len(begin) - len(own) - (len(style.layout) - 2), 1)
     prefix, suffix = _fit(prefix, suffix, left)
     others = _newest(chunks, left - len(prefix) - len(suffix))
