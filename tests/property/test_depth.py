@@ -234,6 +234,18 @@ def test_costs_are_positive_and_what_was_measured_is_believed(costs: VerifyCosts
     assert costs.round(rows, width) <= 2 * before, "one figure, however odd, changes little"
 
 
+def test_a_width_that_looked_dear_once_is_tried_again() -> None:
+    costs = costs_of(CURVES["cpu, float32"])
+    before = costs.round(1, 8)
+    for _ in range(5):
+        costs.saw_round(1, 8, 2.5 * before)
+    assert costs.round(1, 8) > 1.8 * before
+    assert costs.round(1, 9) > 1.8 * before, "its neighbours are not much cheaper"
+    for _ in range(1000):
+        costs.saw_round(1, 2, CURVES["cpu, float32"][2])
+    assert costs.round(1, 8) == pytest.approx(before, rel=0.1)
+
+
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=50), st.sampled_from([0.0, 6.0]))
 def test_rates_lie_between_what_is_believed_and_what_was_seen(drafts: list[tuple[int, int]], chained: float) -> None:
     rates = Rates(8, Believed([0.7, 0.6, 0.5]), keeps=0.9, chained=chained)

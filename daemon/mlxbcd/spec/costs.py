@@ -11,12 +11,19 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Final
 
-MEASURED: Final = (1, 2, 4, 8, 16, 32)
-"""Widths that are measured at load."""
-
 _SMOOTHING: Final = 0.2
 _OUTLIER: Final = 3.0
 """A figure this many times what was expected counts as no more: the machine was busy with something else."""
+_FADING: Final = 0.995
+"""What each further round leaves of one that was seen: contexts grow, and what looked too dear is tried again."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Rounds of one shape: their seconds by what was expected of them, and when one was seen last."""
+
+    ratio: float
+    at: int
 
 
 @dataclass(slots=True)
@@ -26,12 +33,12 @@ class VerifyCosts:
     Attributes:
         curve: of one row's rounds by width, as measured at load; empty where nobody has measured.
         plain_s: of plain steps by rows.
-        round_s: of rounds by (rows, width), as they run.
     """
 
     curve: dict[int, float] = field(default_factory=dict)
     plain_s: dict[int, float] = field(default_factory=dict)
-    round_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    _seen: dict[tuple[int, int], _Seen] = field(default_factory=dict)
+    _rounds: int = 0
 
     @property
     def known(self) -> bool:
@@ -40,13 +47,15 @@ class VerifyCosts:
 
     def saw_plain(self, rows: int, seconds: float) -> None:
         """A plain step of `rows` rows took this long."""
-        self.plain_s[rows] = _smoothed(self.plain_s.get(rows), seconds)
+        self.plain_s[rows] = _smoothed(self.plain_s.get(rows, seconds), seconds)
 
     def saw_round(self, rows: int, width: int, seconds: float) -> None:
         """A round took this long."""
-        expected = self.round(rows, width) if self.known else seconds
-        before = self.round_s.get((rows, width), expected)
-        self.round_s[rows, width] = _smoothed(before, seconds)
+        self._rounds += 1
+        if self.known:
+            expected = self._model(rows, width)
+            before = self.round(rows, width) / expected
+            self._seen[rows, width] = _Seen(_smoothed(before, seconds / expected), self._rounds)
 
     def plain(self, rows: int) -> float:
         """Expected seconds of a plain step. Needs to be `known`, as all that follows."""
@@ -59,22 +68,29 @@ class VerifyCosts:
 
     def round(self, rows: int, width: int) -> float:
         """Expected seconds of a round."""
-        if (rows, width) in self.round_s:
-            return self.round_s[rows, width]
-        expected = self._model(rows, width)
-        near = [seen for of, seen in self.round_s if of == rows]
-        if not near:
-            return expected
-        nearest = min(near, key=lambda seen: (abs(seen - width), seen))
-        return expected * self.round_s[rows, nearest] / self._model(rows, nearest)
+        seen = self._seen.get((rows, width))
+        near = self._nearest(rows, width)
+        around = near.ratio if near is not None else 1.0
+        if seen is None:
+            ratio = around
+        else:
+            ratio = around + (seen.ratio - around) * _FADING ** (self._rounds - seen.at)
+        return self._model(rows, width) * ratio
 
-    def alone(self, rows: int) -> float:
-        """Expected seconds of a round without proposals: what a step costs that is not built ahead."""
-        return max(self.round(rows, 1), self.plain(rows))
+    def idle(self, rows: int) -> float:
+        """Expected seconds that a step loses if it can't be built ahead."""
+        return max(self._shape(1) - self.plain(1), 0.0)
+
+    def _nearest(self, rows: int, width: int) -> _Seen | None:
+        """The round of so many rows whose width is nearest to this one, itself left out."""
+        near = [other for of, other in self._seen if of == rows and other != width]
+        if not near:
+            return None
+        return self._seen[rows, min(near, key=lambda other: (abs(other - width), other))]
 
     def _model(self, rows: int, width: int) -> float:
-        """A round that has not been seen: as much more than a round of width 1 as those tokens cost one row."""
-        return max(self.plain(rows), self._shape(rows)) + max(self._shape(rows * width) - self._shape(rows), 0.0)
+        """A round that has not been seen: as much more than a plain step as its further tokens cost one row."""
+        return self.plain(rows) + self.idle(rows) + max(self._shape(rows * width) - self._shape(rows), 0.0)
 
     def _shape(self, tokens: int) -> float:
         """Seconds of one row's round of that many tokens: a line from one measured width to the next."""
@@ -87,7 +103,5 @@ class VerifyCosts:
         return self.curve[low] + slope * (tokens - low)
 
 
-def _smoothed(before: float | None, seconds: float) -> float:
-    if before is None:
-        return seconds
+def _smoothed(before: float, seconds: float) -> float:
     return before + _SMOOTHING * (min(seconds, _OUTLIER * before) - before)

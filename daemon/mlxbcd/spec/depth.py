@@ -66,7 +66,7 @@ def worth_waiting(rows: Sequence[Sequence[float]], costs: VerifyCosts) -> bool:
     batch = len(rows)
     if not any(len(chances) > 1 for chances in rows):
         return False
-    plain, idle = costs.plain(batch), costs.alone(batch) - costs.plain(batch)
+    plain, idle = costs.plain(batch), costs.idle(batch)
     none = 1.0
     for chances in rows:
         none *= 1.0 - (chances[0] if len(chances) > 1 else 0.0)
