@@ -198,6 +198,11 @@ class Generate(_Request, frozen=True, tag="generate"):
     stop: Annotated[list[StopString], Meta(max_length=16)] = []
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
+    draft: Annotated[str, Meta(min_length=1, max_length=64)] = "auto"
+    """Whose guesses of the next tokens are verified, several in one forward: `auto`, `off`, or a drafter's name. They
+    change how long an answer takes, never what it says."""
+    echo: Annotated[list[Annotated[str, Meta(min_length=1, max_length=1_000_000)]], Meta(max_length=16)] = []
+    """Texts that the answer may repeat in part, such as the file it edits or what a tool has said."""
     n: Annotated[int, Meta(ge=1, le=16)] = 1
     """Outputs to draw from one prefill, each with noise of its own; their frames tell them apart by `candidate`."""
     priority: Priority | None = None
@@ -407,6 +412,12 @@ class Usage(Struct, omit_defaults=True, frozen=True):
     prompt: int
     generated: int
     cached: int = 0
+    drafted: int = 0
+    """Guesses that were verified, of drafters and of texts to echo."""
+    accepted: int = 0
+    """Those of them that were right."""
+    forwards: int = 0
+    """Passes of the model that decoding took, where guesses were possible; at most one token each without them."""
 
 
 class Timings(Struct, omit_defaults=True, frozen=True):

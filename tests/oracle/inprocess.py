@@ -16,6 +16,7 @@ from mlxbcd.methods.events import End
 from mlxbcd.plan.request import Request
 from mlxbcd.residency.build import build
 from mlxbcd.sampling.sampler import Sample
+from mlxbcd.spec.statistics import Statistics
 
 
 class Row:
@@ -43,6 +44,9 @@ class Row:
         self.first.set()
         if len(self._tokens) >= self._wanted:
             self.enough.set()
+
+    def speculated(self, statistics: Statistics, candidate: int) -> None:
+        """Nobody asks."""
 
     def ended(self, reason: End, candidate: int) -> None:
         self.enough.set()

@@ -18,6 +18,7 @@ from mlxbcd.errors import ServeError
 from mlxbcd.methods.events import Drawn, Emit, End, Failed, Prefilled
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Sample
+from mlxbcd.spec.statistics import Statistics
 from mlxbcd.state.geometry import Key
 
 Heard: TypeAlias = tuple[Any, ...]
@@ -121,6 +122,9 @@ class Recorder:
 
     def sampled(self, sample: Sample, *, eos: bool, candidate: int = 0) -> None:
         self._hear("sampled", sample.token, eos)
+
+    def speculated(self, statistics: Statistics, candidate: int = 0) -> None:
+        self._hear("speculated", statistics.drafted, statistics.accepted)
 
     def ended(self, reason: End, candidate: int = 0) -> None:
         self.over.set()

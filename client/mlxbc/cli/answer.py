@@ -85,6 +85,9 @@ def stats(result: Result) -> str:
         ("decode", times.decode),
     )
     parts += [f"{name} {_time(spent)}" for name, spent in waits if spent]
+    if usage.drafted:
+        per_forward = (usage.generated - 1) / max(usage.forwards, 1)
+        parts.append(f"{usage.accepted} of {usage.drafted} guesses right, {per_forward:.1f} tokens per forward")
     if usage.generated > 1 and times.decode:
         # The first token belongs to the prefill: decoding made the others.
         parts.append(f"{1000 * (usage.generated - 1) / times.decode:.1f} tokens/s")

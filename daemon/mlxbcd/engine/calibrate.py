@@ -1,4 +1,4 @@
-"""Owns finding out, by trying, how far ahead decode should run with one model on this machine, and what windows cost."""
+"""Owns finding out, by trying, how far ahead a model should decode on this machine, and what its windows cost."""
 
 from __future__ import annotations
 

@@ -22,9 +22,10 @@ from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.runner import Leaving, Report, Runner
 from mlxbcd.engine.scheduler import Iteration, Policy, Running, State, Waiting, decide
 from mlxbcd.errors import ServeError, outline
-from mlxbcd.methods.events import Drawn, End, Event, Failed, Prefilled, owner, row_key
+from mlxbcd.methods.events import Drawn, End, Event, Failed, Prefilled, Speculated, owner, row_key
 from mlxbcd.plan.request import Priority, Request
 from mlxbcd.sampling.sampler import Sample
+from mlxbcd.spec.statistics import Statistics
 from mlxbcd.state.geometry import Key, capacity_for
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ class Listener(Protocol):
 
     def sampled(self, sample: Sample, *, eos: bool, candidate: int) -> None:
         """A token of a candidate was drawn. With `eos` it ends the row and has no text."""
+        ...
+
+    def speculated(self, statistics: Statistics, candidate: int) -> None:
+        """What guessing tokens has done for a candidate so far."""
         ...
 
     def ended(self, reason: End, candidate: int) -> None:
@@ -436,6 +441,9 @@ class Engine:
                     if not entry.alive:
                         self._forget(entry)
                     entry.listener.ended(reason, candidate)
+            case Speculated(statistics=statistics):
+                if (candidate := owner(event.key)[1]) in entry.alive:
+                    entry.listener.speculated(statistics, candidate)
             case Failed(error=error):
                 # Its other candidates have nobody to draw for.
                 self.cancel(entry.key)

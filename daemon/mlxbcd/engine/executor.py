@@ -17,10 +17,12 @@ from mlxbcd.engine.scheduler import Iteration, Piece
 from mlxbcd.errors import ServeError, outline
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Row
 from mlxbcd.methods.events import Emit, Event, Failed, Prefilled, owner, row_key
+from mlxbcd.methods.speculative import WIDEST, SpeculativeGroup
 from mlxbcd.methods.step import StepBuilder
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Draw, RowSampler, sample
+from mlxbcd.spec.costs import VerifyCosts
 from mlxbcd.state.alone import AloneRow
 from mlxbcd.state.composition import Composition
 from mlxbcd.state.geometry import Key, capacity_for
@@ -68,6 +70,7 @@ class Executor:
         vocab_size: width of the model's logits.
         steps: builds decode steps; eagerly if there is nothing.
         reuse: what rows take from the prefix cache and leave in it.
+        verify: what windows of proposals cost; None decodes without any.
     """
 
     forward: Forward
@@ -76,6 +79,7 @@ class Executor:
     ahead: Ahead
     steps: StepBuilder | None = None
     reuse: Reuse = field(default_factory=Reuse)
+    verify: VerifyCosts | None = None
     _group: DecodeGroup = field(init=False)
     _preparing: dict[Key, Preparing] = field(default_factory=dict, init=False)
     _ready: dict[Key, Preparing] = field(default_factory=dict, init=False)
@@ -83,9 +87,14 @@ class Executor:
     _token_bytes: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        # Decode steps are one token wide, so a sliding window needs no room beyond itself.
-        state = Rows(self.composition, widest=1) if self.composition.batches else None
-        self._group = DecodeGroup(self.forward, state, self.ahead, self.steps, self._settled)
+        if self.verify is not None:
+            state = Rows(self.composition, widest=WIDEST)
+            how = (self.forward, state, self.ahead, self.steps, self._settled)
+            self._group = SpeculativeGroup(*how, costs=self.verify)
+        else:
+            # Decode steps are one token wide, so a sliding window needs no room beyond itself.
+            rows = Rows(self.composition, widest=1) if self.composition.batches else None
+            self._group = DecodeGroup(self.forward, rows, self.ahead, self.steps, self._settled)
 
     def __repr__(self) -> str:
         return f"Executor({self._group}, {list(self._preparing.values())}, ready {list(self._ready)})"

@@ -13,7 +13,7 @@ a round, which costs the host's head start: that is done where the sample in fli
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Final
@@ -29,13 +29,20 @@ from mlxbcd.spec.accept import accept
 from mlxbcd.spec.costs import VerifyCosts
 from mlxbcd.spec.depth import Depth, best_depth, worth_waiting
 from mlxbcd.spec.drafter import Asked, Companion, Covered, Drafter
-from mlxbcd.spec.echo import Echo, Origin
+from mlxbcd.spec.echo import BELIEVED, PLACES, Echo, Origin
+from mlxbcd.spec.rates import Rates
 from mlxbcd.spec.statistics import Counts, Statistics
 from mlxbcd.state.geometry import Key
 from mlxbcd.state.rows import COLD, Joiner, Rows, commit
 
 WIDEST: Final = 32
 """Tokens of the widest window: wider ones are hardly faster per token, and a sliding window's ring has to hold them."""
+
+_KEEPS: Final = 0.97
+_WEIGHT: Final = 6.0
+_LEARNS: Final = 0.998
+_FIRMNESS: Final = 12.0
+"""How fast a row's rates and those of its kind of request forget, and how many observations each one's prior counts."""
 
 _FIXED: Final = 4
 """Proposals of an echoed span while nobody knows what verifying costs."""
@@ -86,18 +93,20 @@ class SpeculativeGroup(DecodeGroup):
         state: Rows,
         ahead: Ahead,
         steps: StepBuilder | None = None,
+        ended: Callable[[Row, Rows], None] = lambda row, state: None,
         *,
         costs: VerifyCosts,
         drafter: Drafter | None = None,
         depth: Depth | None = None,
     ) -> None:
-        super().__init__(forward, state, ahead, steps)
+        super().__init__(forward, state, ahead, steps, ended)
         assert (drafter is None) == (depth is None)
         self._forward = forward
         self._costs = costs
         self._drafter = drafter
         self._depth = depth
         self._speculations: dict[Key, Speculation] = {}
+        self._beliefs: dict[str, dict[Origin, Rates]] = {}
 
     def __repr__(self) -> str:
         drafter = "no drafter" if self._drafter is None else self._drafter.name
@@ -113,7 +122,7 @@ class SpeculativeGroup(DecodeGroup):
         """Take in a row, as `DecodeGroup.join` does.
 
         Args:
-            speculation: its own, which knows the row's text up to its pending token; None never proposes anything.
+            speculation: its own, which knows the row's text up to its pending token; None is what its request allows.
             companion: of a group with a drafter, what it has of the row; nothing if it has seen none of it.
         """
         state = self._state
@@ -127,7 +136,7 @@ class SpeculativeGroup(DecodeGroup):
             commit(change, *follows.prepared)
             follows.commit()
         self._rows[row.key] = row
-        self._speculations[row.key] = speculation or Speculation()
+        self._speculations[row.key] = speculation or self._speculation(row)
         if self._depth is not None:
             self._depth.renew()
 
@@ -152,6 +161,14 @@ class SpeculativeGroup(DecodeGroup):
     def statistics(self, key: Key) -> Statistics:
         """What speculation has done for a row."""
         return self._speculations[key].statistics.copy()
+
+    def _speculation(self, row: Row) -> Speculation:
+        request = row.request
+        if not request.drafts and not request.echo:
+            return Speculation()
+        beliefs = self._beliefs.setdefault(request.kind, {origin: _belief() for origin in Origin})
+        rates = {origin: Rates(PLACES, belief, keeps=_KEEPS, weight=_WEIGHT) for origin, belief in beliefs.items()}
+        return Speculation(Echo(row.sequence, request.echo, rates=rates, own=request.drafts), drafts=request.drafts)
 
     # -- proposals
 
@@ -261,6 +278,7 @@ class SpeculativeGroup(DecodeGroup):
         emit(events)
         turn.resolve(kept)
         self._costs.saw_round(len(ordered), width, seconds)
+        self._timings.append((len(ordered), seconds))
         if self._drafter is not None:
             self._drafter.commit(covered, hidden if self._drafter.reads_hidden else None)
         self._drop([window.row.key for window in ordered if window.row.ended])
@@ -349,9 +367,14 @@ class SpeculativeGroup(DecodeGroup):
                 speculation.echo.observe(event.sample.token)
 
 
+def _belief() -> Rates:
+    """What is believed of the spans of one kind of request, learnt from all that have run."""
+    return Rates(PLACES, BELIEVED, keeps=_LEARNS, weight=_FIRMNESS)
+
+
 def _known(row: Row, companion: Companion | None) -> Companion:
     """What a drafter is given of a row that joins: at least its text."""
-    return companion or Companion(COLD, [*row.request.prompt, *row.request.forced])
+    return companion or Companion(COLD, row.sequence[:-1])
 
 
 def _until(ends: frozenset[int], proposals: Sequence[int]) -> list[int]:

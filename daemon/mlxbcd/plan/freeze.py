@@ -9,7 +9,7 @@ from typing import Any, Final
 from mlxbc import wire
 from mlxbcd.errors import ServeError
 from mlxbcd.plan.request import Constraint, Priority, Request, Sampling
-from mlxbcd.plan.resolve import Needs
+from mlxbcd.plan.resolve import Draft, Needs
 
 _LEAST_REPETITION_PENALTY: Final = 1e-6
 """Lower ones act as this one: a logit divided by much less overflows float32, and every seen token is ahead by then."""
@@ -97,6 +97,8 @@ def needs(request: wire.Generate, sampling: Sampling, *, constrained: bool = Fal
         constrained: something rules out tokens.
     """
     return Needs(
+        draft={"auto": Draft.AUTO, "off": Draft.OFF}.get(request.draft, Draft.NAMED),
+        echo=bool(request.echo),
         logprobs=request.logprobs,
         grammar=constrained,
         fim=request.fim is not None,
@@ -186,4 +188,5 @@ def freeze(
         constraint=constraint,
         candidates=request.n,
         priority=priority(request),
+        kind="chat" if request.messages is not None else "text" if request.fim is None else "fim",
     )

@@ -145,6 +145,9 @@ class Request:
         sampling: how tokens are drawn.
         stop: strings that end the row where the text first contains one; matched off the device.
         constraint: makes what rules out tokens, one for each row of this request; it has accepted the forced ones.
+        drafts: its next tokens may be guessed, and verified.
+        echo: texts, as token ids, that it may copy from.
+        kind: what sort of request it is: what is learnt from one is believed of the next.
     """
 
     prompt: tuple[int, ...]
@@ -158,6 +161,9 @@ class Request:
     priority: Priority = Priority.NORMAL
     boundaries: tuple[int, ...] = ()
     caching: Caching = Caching()
+    drafts: bool = False
+    echo: tuple[tuple[int, ...], ...] = ()
+    kind: str = "text"
 
     def __post_init__(self) -> None:
         if not self.prompt:

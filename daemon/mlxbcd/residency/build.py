@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlxbcd.engine.calibrate import faster_ahead
+from mlxbcd.engine.calibrate import faster_ahead, verify_curve
 from mlxbcd.engine.executor import Executor
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.autoregressive import Ahead
@@ -19,6 +19,8 @@ from mlxbcd.model import zoo
 from mlxbcd.model.forward import Forward
 from mlxbcd.model.load import Cancelled, Loaded, context_length, load
 from mlxbcd.plan.resolve import Capabilities
+from mlxbcd.spec.costs import VerifyCosts
+from mlxbcd.spec.drafter import LOOKUP
 from mlxbcd.state.composition import Composition, inspect
 
 
@@ -34,6 +36,7 @@ class Built:
         vocab_size: width of the logits.
         reason: why rows run alone; empty where they share a batch.
         capabilities: what a request's plan may count on.
+        drafters: names of those that it has.
     """
 
     executor: Executor
@@ -44,6 +47,7 @@ class Built:
     vocab_size: int
     reason: str
     capabilities: Capabilities
+    drafters: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         placement = f"alone: {self.reason}" if self.reason else "continuous"
@@ -84,7 +88,10 @@ def _assemble(loaded: Loaded) -> Built:
     composition = inspect(loaded.model, str(loaded.config["model_type"]))
     vocab_size = _vocab_size(forward)
     ahead = _ahead(forward, composition, vocab_size)
-    executor = Executor(forward, composition, vocab_size, ahead, _steps(forward))
+    reversible = composition.batches and not composition.rollback_reason
+    verify = VerifyCosts(verify_curve(forward, composition, vocab_size)) if reversible else None
+    executor = Executor(forward, composition, vocab_size, ahead, _steps(forward), verify=verify)
+    drafters = (LOOKUP,) if reversible else ()
     return Built(
         executor,
         device=f"{mx.default_device()} mlx {version('mlx')}",
@@ -96,8 +103,10 @@ def _assemble(loaded: Loaded) -> Built:
         capabilities=Capabilities(
             batches=composition.batches,
             restorable=composition.batches,
-            reversible=composition.batches and not composition.rollback_reason,
+            reversible=reversible,
+            drafts=bool(drafters),
         ),
+        drafters=drafters,
     )
 
 

@@ -18,6 +18,7 @@ from mlxbcd.plan.resolve import Feature, Plan
 from mlxbcd.sampling.sampler import Sample
 from mlxbcd.serve.contract import Cause
 from mlxbcd.serve.replies import error_reply
+from mlxbcd.spec.statistics import Statistics, total
 from mlxbcd.text.stage import Piece, TextStage
 from mlxbcd.text.tokenizer import Tokenizer
 from mlxbcd.text.tools import ToolCall
@@ -70,12 +71,14 @@ class _Output:
     Attributes:
         generated: tokens drawn, forced ones and the end token included.
         reason: why it ended; None while it runs.
+        speculated: what guessing its tokens has done, as far as it was told.
     """
 
     candidate: int
     stage: TextStage
     generated: int = 0
     reason: wire.FinishReason | None = None
+    speculated: Statistics = field(default_factory=Statistics)
     unsent: _Unsent = field(default_factory=_Unsent)
     _logprobs: float = 0.0
     _scored: int = 0
@@ -264,6 +267,9 @@ class Generation:
         if output.stage.hit is not None:
             self._end(output, "stop")
 
+    def speculated(self, statistics: Statistics, candidate: int = 0) -> None:
+        self._outputs[candidate].speculated = statistics
+
     def ended(self, reason: End, candidate: int = 0) -> None:
         if not self.over:
             self._end(self._outputs[candidate], "length" if reason == "length" else "stop")
@@ -335,7 +341,7 @@ class Generation:
             wire.Done(
                 id=self.wire.id,
                 reason=reason,
-                usage=wire.Usage(prompt=self._prompt, generated=self.generated),
+                usage=self._usage(),
                 timings=self.clock.timings(),
                 stop=first.stop if first is not None else None,
                 mean_logprob=first.mean_logprob if first is not None else None,
@@ -343,6 +349,16 @@ class Generation:
                 candidates=[output.summary() for output in self._outputs] if several else [],
                 plan=plan_reply(self._plan, self._pieces) if self._plan is not None else None,
             )
+        )
+
+    def _usage(self) -> wire.Usage:
+        speculated = total([output.speculated for output in self._outputs])
+        return wire.Usage(
+            prompt=self._prompt,
+            generated=self.generated,
+            drafted=speculated.drafted,
+            accepted=speculated.accepted,
+            forwards=speculated.forwards,
         )
 
     def _close(self, outcome: str) -> None:

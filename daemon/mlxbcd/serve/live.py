@@ -51,7 +51,7 @@ BUSY_S: Final = 10.0
 STUCK_S: Final = 60.0
 """One that takes longer than this, and isn't a load, may never return."""
 _GOOD_ENDS: Final = frozenset({"stop", "length", "cancelled", "superseded", "deadline"})
-ENABLED: Final[frozenset[Feature]] = frozenset({Feature.INFILLING})
+ENABLED: Final[frozenset[Feature]] = frozenset({Feature.INFILLING, Feature.DRAFTS, Feature.ECHO})
 """Features that this daemon has."""
 
 
@@ -320,11 +320,14 @@ class LiveService:
             stop=prompt.stop,
             constraint=constraint.copy if constraint is not None else None,
         )
-        capabilities = replace(built.capabilities, infills=prompter.style(words) is not None)
+        named = request.draft in built.drafters
+        infills = prompter.style(words) is not None
+        capabilities = replace(built.capabilities, infills=infills, named_draft=named)
         plan = resolve(needs(request, frozen.sampling, constrained=constraint is not None), capabilities, ENABLED)
         if plan.refusal is not None and not isinstance(request, wire.Explain):
             raise ServeError("bad_request", plan.refusal.text)
-        return prompt, frozen, plan
+        echo = await prompter.sources(words, request.echo, built.vocab_size) if plan.has(Feature.ECHO) else ()
+        return prompt, replace(frozen, drafts=plan.has(Feature.DRAFTS), echo=echo), plan
 
     # -- the other requests
 

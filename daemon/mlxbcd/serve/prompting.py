@@ -153,6 +153,19 @@ class Prompter:
         known = [token for token in request.resume.tokens if token not in ends]
         return await self.workers.offload(_resumed, row, known)
 
+    async def sources(self, words: Words, texts: Sequence[str], width: int) -> tuple[tuple[int, ...], ...]:
+        """Token ids of texts that an answer may repeat; below zero where the model has no such token.
+
+        Args:
+            width: of the logits.
+        """
+
+        def tokens() -> tuple[tuple[int, ...], ...]:
+            encoded = (words.tokenizer.encode(text, special=False) for text in texts)
+            return tuple(tuple(token if token < width else -1 for token in ids) for ids in encoded)
+
+        return await self.workers.offload_text(sum(map(len, texts)), tokens)
+
     async def stages(
         self, words: Words, request: wire.Generate, prompt: Prompt, frozen: Request, stream: str
     ) -> list[TextStage]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import mlx.core as mx
 
 from mlxbcd.sampling.sampler import RowSampler
 from mlxbcd.state.geometry import Key
 from mlxbcd.state.rows import PreparedChange, RowState
+
+LOOKUP: Final = "lookup"
+"""The drafter that every model has: what followed where the row's newest tokens stand already. See `spec.echo`."""
 
 
 @dataclass(frozen=True, slots=True)

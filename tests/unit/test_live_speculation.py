@@ -1,0 +1,106 @@
+"""Speculation through the service: what a request may say about it, what comes back, and that tokens stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from test_live import House, housed
+from tiny_directory import make_tokenizer, write_model
+
+from mlxbc import wire
+from mlxbcd.residency import build as build_module
+
+LENGTH = 60
+LETTERS = {make_tokenizer().encode(letter).ids[0]: 60.0 for letter in "bcdfgklmopqrsuvw"}
+"""Only letters are drawn, which no two of are one token, so that a text has the tokens it came from."""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data = tmp_path_factory.mktemp("data")
+    write_model(data / "models" / "one", seed=0)
+    return data
+
+
+@pytest_asyncio.fixture
+async def house(store: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+    # A machine on which windows cost next to nothing: whatever is likely is verified.
+    monkeypatch.setattr(build_module, "verify_curve", lambda *model: {1: 1e-9, 32: 1.1e-9})
+    async with housed(store) as house:
+        yield house
+
+
+async def answer(house: House, **fields: object) -> tuple[list[int], str, wire.Usage]:
+    asked = house.ask(**{"prompt": "the old lighthouse", "max_tokens": LENGTH, "logit_bias": LETTERS, **fields})
+    done = await asked.end()
+    assert isinstance(done, wire.Done), done
+    return asked.ids, asked.text(), done.usage
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "seed": 5}, {"repetition_penalty": 1.2}])
+async def test_a_text_to_echo_saves_forwards_and_changes_no_token(house: House, settings: dict[str, object]) -> None:
+    plain, text, usage = await answer(house, draft="off", **settings)
+    assert (usage.drafted, usage.forwards) == (0, usage.generated - 1)
+    echoed, _, usage = await answer(house, draft="off", echo=["something else", text], **settings)
+    assert echoed == plain
+    assert usage.accepted > LENGTH / 3
+    assert usage.drafted >= usage.accepted
+    assert usage.forwards < usage.generated - usage.accepted + 1
+    assert (await answer(house, draft="lookup", **settings))[0] == plain
+
+
+async def test_what_an_answer_repeats_of_itself_is_guessed_by_default(house: House) -> None:
+    (letter,) = make_tokenizer().encode("b").ids
+    ids, _, usage = await answer(house, logit_bias={letter: 100.0})
+    assert ids == [letter] * LENGTH
+    assert usage.accepted > LENGTH / 2
+    assert usage.forwards < LENGTH / 2
+
+
+async def test_several_outputs_count_together(house: House) -> None:
+    _, text, _ = await answer(house, draft="off")
+    ids, _, usage = await answer(house, echo=[text], n=2, resumable=False)
+    assert not ids
+    assert usage.generated == 2 * LENGTH
+    assert usage.accepted > LENGTH / 3
+
+
+async def test_an_unknown_drafter_is_refused_by_name(house: House) -> None:
+    error = await house.ask(prompt="x", draft="oracle").end()
+    assert (error.code, "no such drafter" in error.message) == ("bad_request", True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "on", "off"),
+    [
+        ({}, {"drafts"}, {"echo": "the request doesn't ask for it"}),
+        ({"draft": "off"}, set(), {"drafts": "the request turned it off"}),
+        ({"draft": "off", "echo": ["x"]}, {"echo"}, {"drafts": "the request turned it off"}),
+        ({"draft": "lookup", "echo": ["x"]}, {"echo", "drafts"}, {}),
+        ({"draft": "oracle"}, set(), {}),
+        ({"logprobs": True}, set(), {"drafts": "not proven beside logprobs"}),
+    ],
+)
+async def test_explain_tells_what_is_guessed_and_why_not(
+    house: House, fields: dict[str, object], on: set[str], off: dict[str, str]
+) -> None:
+    explained = await house.submit(wire.Explain(id=1, prompt="x", **fields)).end()
+    assert isinstance(explained, wire.Explained)
+    plan = explained.plan
+    assert set(plan.on) & {"drafts", "echo"} == on
+    assert off.items() <= plan.off.items()
+    assert plan.method == ("speculative" if on else "autoregressive") or plan.reason
+
+
+async def test_the_empty_text_is_no_text_to_echo(house: House) -> None:
+    with pytest.raises(Exception, match="length >= 1"):
+        wire_echo([""])
+
+
+def wire_echo(texts: list[str]) -> wire.Generate:
+    from mlxbc import request
+
+    return request.build(wire.Generate, 1, prompt="x", echo=texts)
