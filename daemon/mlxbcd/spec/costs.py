@@ -51,10 +51,10 @@ class VerifyCosts:
 
     def saw_round(self, rows: int, width: int, seconds: float) -> None:
         """A round took this long."""
-        self._rounds += 1
         if self.known:
             expected = self._model(rows, width)
             before = self.round(rows, width) / expected
+            self._rounds += 1
             self._seen[rows, width] = _Seen(_smoothed(before, seconds / expected), self._rounds)
 
     def plain(self, rows: int) -> float:
