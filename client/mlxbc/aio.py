@@ -187,6 +187,15 @@ class AsyncClient:
         """The resident models."""
         return (await self._call(self._build(wire.Ps), wire.ProcessList)).models
 
+    async def watch(self, *, interval_ms: int = 250) -> AsyncIterator[wire.StatusReport]:
+        """How the daemon is, at once and then whenever it has changed, until the iteration is given up."""
+        waiter = self._start(self._build(wire.Watch, interval_ms=interval_ms))
+        try:
+            while True:
+                yield expect(await waiter.next(self._timeout), wire.Change).status
+        finally:
+            waiter.abandon()
+
     async def config(self) -> wire.Settings:
         """The daemon's settings, and where each comes from."""
         return await self._call(self._build(wire.Config), wire.Settings)

@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from time import perf_counter
+from time import monotonic, perf_counter
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -169,6 +169,15 @@ class Client:
         """The resident models."""
         return self._call(self._build(wire.Ps), wire.ProcessList).models
 
+    def watch(self, *, interval_ms: int = 250) -> Iterator[wire.StatusReport]:
+        """How the daemon is, at once and then whenever it has changed, until the iteration is given up."""
+        request = self._build(wire.Watch, interval_ms=interval_ms)
+        return (change.status for change in self._follow(request, wire.Change))
+
+    def trace(self, *, until: float | None = None) -> Iterator[list[wire.Span]]:
+        """What the daemon does from now on, until that is given up or it is `until` on the monotonic clock."""
+        return (batch.spans for batch in self._follow(self._build(wire.Trace), wire.Spans, until))
+
     def config(self) -> wire.Settings:
         """The daemon's settings, and where each comes from."""
         return self._call(self._build(wire.Config), wire.Settings)
@@ -209,6 +218,31 @@ class Client:
         except BaseException:
             self._abandon(call)
             raise
+
+    def _follow(self, request: Numbered, kind: type[T], until: float | None = None) -> Iterator[T]:
+        """Frames of a request that goes on until it is cancelled, which happens when this is closed."""
+        call = self._start(request)
+        usual = self._timeout
+        try:
+            while True:
+                if until is not None:
+                    left = until - monotonic()
+                    if left <= 0:
+                        return
+                    self._limit(left)
+                try:
+                    yield expect(self._next(call), kind)
+                except RequestTimeout:
+                    if until is None:
+                        raise
+        finally:
+            if until is not None:
+                self._limit(usual)
+            self._abandon(call)
+
+    def _limit(self, seconds: float | None) -> None:
+        self._timeout = seconds
+        self._socket.settimeout(seconds)
 
     def _start(self, request: Numbered) -> Call:
         data = self._exchange.encode(request)

@@ -26,6 +26,8 @@ Numbered: TypeAlias = (
     | wire.Unload
     | wire.Status
     | wire.Ps
+    | wire.Watch
+    | wire.Trace
     | wire.Config
     | wire.Probe
     | wire.Ping

@@ -285,6 +285,20 @@ class Ps(_Request, frozen=True, tag="ps"):
     id: Id
 
 
+class Watch(_Request, frozen=True, tag="watch"):
+    """Status, at once and whenever it changes, until the request is cancelled."""
+
+    id: Id
+    interval_ms: Annotated[int, Meta(ge=50, le=60_000)] = 250
+    """Changes are told no more often than this."""
+
+
+class Trace(_Request, frozen=True, tag="trace"):
+    """Spans of what happens from now on, until the request is cancelled."""
+
+    id: Id
+
+
 class Config(_Request, frozen=True, tag="config"):
     """The settings in force, and where each comes from."""
 
@@ -320,6 +334,8 @@ Request: TypeAlias = (
     | Unload
     | Status
     | Ps
+    | Watch
+    | Trace
     | Config
     | Probe
     | Ping
@@ -575,6 +591,28 @@ class Loading(Struct, omit_defaults=True, frozen=True):
     total: int
 
 
+class Histogram(Struct, omit_defaults=True, frozen=True):
+    """How many values fell into each bucket; there is one more than there are bounds, above them all."""
+
+    bounds: list[float]
+    counts: list[int]
+    sum: float
+
+
+class Metrics(Struct, omit_defaults=True, frozen=True):
+    """What is counted over the daemon's life, of generations that have ended. Times are milliseconds."""
+
+    outcomes: dict[str, int]
+    """How many ended for each reason, error codes included."""
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    queue_ms: Histogram
+    first_token_ms: Histogram
+    decode_token_ms: Histogram
+    """Of each generation, the mean time between two tokens."""
+
+
 class StatusReport(_Reply, frozen=True, tag="status_report"):
     """A snapshot that never waits for the device."""
 
@@ -602,8 +640,42 @@ class StatusReport(_Reply, frozen=True, tag="status_report"):
     footprint_measure: str = ""
     """How it does: "rss" or "phys_footprint"."""
     loading: list[Loading] = []
+    metrics: Metrics | None = None
     notes: list[str] = []
     """What a person should know: a slow BLAS, a model served one at a time, …"""
+
+
+class Change(_Reply, frozen=True, tag="change"):
+    """The answer to `watch`, again and again."""
+
+    id: int
+    status: StatusReport
+
+
+class Span(Struct, omit_defaults=True, frozen=True, array_like=True):
+    """Something that took time. `track` is a request's stream id, or a device's work."""
+
+    name: str
+    track: str
+    begin_us: int
+    """Microseconds of a clock that only the daemon knows."""
+    micros: int
+    facts: dict[str, int | float | str] = {}
+
+
+class Spans(_Reply, frozen=True, tag="spans"):
+    """The answer to `trace`, again and again."""
+
+    id: int
+    spans: list[Span]
+
+
+class Ended(_Reply, frozen=True, tag="ended"):
+    """`watch` or `trace` was cancelled."""
+
+    id: int
+    dropped: int = 0
+    """Spans that came faster than they could be told."""
 
 
 class Setting(Struct, omit_defaults=True, frozen=True):
@@ -663,6 +735,9 @@ Reply: TypeAlias = (
     | Unloaded
     | ProcessList
     | StatusReport
+    | Change
+    | Spans
+    | Ended
     | Settings
     | Probed
     | Pong
@@ -680,6 +755,7 @@ TERMINAL: Final = (
     Unloaded,
     ProcessList,
     StatusReport,
+    Ended,
     Settings,
     Probed,
     Pong,

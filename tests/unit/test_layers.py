@@ -23,9 +23,9 @@ llm_plugin: client wire
 client:    wire
 doctor:    service serve residency engine model config machine errors wire
 service:   serve config errors wire
-serve:     config machine residency engine methods spec cache sampling state model text plan device errors wire
-residency: engine methods spec cache sampling state model text device plan errors wire
-engine:    methods spec cache sampling state model plan device errors
+serve:     config machine residency engine methods spec cache sampling state model text plan trace device errors wire
+residency: engine methods spec cache sampling state model text trace device plan errors wire
+engine:    methods spec cache sampling state model plan trace device errors
 methods:   spec sampling state model plan errors
 spec:      sampling state model plan errors
 cache:     state errors
@@ -34,6 +34,7 @@ state:     model errors
 model:     errors wire
 text:      errors wire
 plan:      errors wire
+trace:
 device:
 config:    errors wire
 machine:
@@ -248,7 +249,7 @@ def without_mlx() -> list[str]:
         module
         for module in MODULES
         if root(module) == "mlxbc"
-        or layer(module) in ("doctor", "service", "config", "machine", "text", "plan", "errors", "device")
+        or layer(module) in ("doctor", "service", "config", "machine", "trace", "text", "plan", "errors", "device")
         or (layer(module) == "serve" and module not in AFTER_MLX)
         or module in DECISIONS
         or module in WITHOUT_MLX

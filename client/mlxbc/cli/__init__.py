@@ -33,6 +33,8 @@ COMMANDS = {
     "doctor": "find out what is wrong, and what mends it",
     "config": "show the daemon's settings, and where each comes from",
     "status": "show how the daemon is",
+    "watch": "show how the daemon is whenever that changes",
+    "trace": "record what the daemon does",
     "ps": "list the resident models",
     "models": "list the models on this machine",
     "pull": "fetch a model",

@@ -16,6 +16,7 @@ _EPILOG = f"""\
 examples:
   mlxbc status
   mlxbc status --json | jq .running
+  mlxbc status --prometheus > /var/lib/node_exporter/mlxbc.prom
 
 {exits.HELP}"""
 
@@ -24,6 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.description = "Show how the daemon is. It answers at once, whatever the device does."
     parser.epilog = _EPILOG
+    parser.add_argument("--prometheus", action="store_true", help="print what a Prometheus exporter would")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -31,7 +33,11 @@ def run(args: argparse.Namespace) -> int:
     """Show it."""
     with Client(client_name="mlxbc-status") as client:
         report = client.status()
-    if args.json:
+    if args.prometheus:
+        from mlxbc.cli.prometheus import exposition
+
+        sys.stdout.write(exposition(report))
+    elif args.json:
         print(msgspec.json.encode(report).decode())
     else:
         sys.stdout.write(_text(report))

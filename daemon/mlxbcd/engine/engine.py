@@ -27,6 +27,7 @@ from mlxbcd.plan.request import Priority, Request
 from mlxbcd.sampling.sampler import Sample
 from mlxbcd.spec.statistics import Statistics
 from mlxbcd.state.geometry import Key, capacity_for
+from mlxbcd.trace import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +145,7 @@ class Engine:
         costs: what an earlier engine has learnt about this model on this machine.
         shed: asked to let go of this many bytes that no row needs, before a request has to wait for them.
         active: told whenever what it does changes.
+        tracer: told what it does, under this `name`.
 
     Attributes:
         costs: what the scheduler has learnt about this machine.
@@ -161,6 +163,8 @@ class Engine:
         costs: Costs | None = None,
         shed: Callable[[int], None] = lambda wanted: None,
         active: Callable[[Activity], None] = lambda activity: None,
+        tracer: Tracer | None = None,
+        name: str = "",
     ) -> None:
         self.costs = costs or Costs()
         self.report = Report()
@@ -172,6 +176,8 @@ class Engine:
         self._shed = shed
         self._active = active
         self._activity = Activity.IDLE
+        self._tracer = tracer or Tracer()
+        self._track = f"device: {name}"
         self._entries: dict[int, Entry] = {}
         self._keys = itertools.count(1)
         self._leaving: dict[Key, Leaving] = {}
@@ -184,6 +190,7 @@ class Engine:
         self._idle.set()
         self._inbox: deque[Event] = deque()
         self._armed = False
+        self._told_at = 0.0
         self._refusal: ServeError | None = None
         self._task = asyncio.get_running_loop().create_task(self._loop(runner), name="engine")
 
@@ -304,8 +311,11 @@ class Engine:
                     self._work.clear()
                     await self._work.wait()
                     continue
+                began = time.monotonic()
                 report = await self._device.run(runner.iterate, iteration, start, leave, self._emit)
                 self._see(iteration, bill, report)
+                if self._tracer.on:
+                    self._trace(began, iteration, report)
         except DeviceFault as fault:
             self._fault(fault)
         except Exception as error:
@@ -364,6 +374,20 @@ class Engine:
             self._activity = activity
             self._active(activity)
 
+    def _trace(self, began: float, iteration: Iteration, report: Report) -> None:
+        """Tell what an iteration did. Its forwards ended one after another, the last of them just now."""
+        end = time.monotonic()
+        rows = sum(rows for rows, _ in report.steps)
+        self._tracer.span("iteration", self._track, began, end, steps=len(report.steps), rows=rows)
+        if report.piece is not None and iteration.piece is not None:
+            piece, key = report.piece, str(iteration.piece.key)
+            begin = end - piece.seconds
+            self._tracer.span("prefill", self._track, begin, end, tokens=piece.width, context=piece.context, key=key)
+            end = begin
+        for count, seconds in reversed(report.steps):
+            self._tracer.span("decode step", self._track, end - seconds, end, rows=count)
+            end -= seconds
+
     def _charge(self, bill: _Bill, report: Report) -> None:
         """Put the device's time on the accounts of those it was spent for."""
         if report.piece is not None:
@@ -406,10 +430,13 @@ class Engine:
         self._inbox.extend(events)
         if not self._armed:
             self._armed = True
+            self._told_at = time.monotonic()
             self._device.tell(self._deliver)
 
     def _deliver(self) -> None:
-        self._armed = False
+        events, self._armed = len(self._inbox), False
+        if events:
+            self._tracer.span("deliver", self._track, self._told_at, events=events)
         while self._inbox:
             event = self._inbox.popleft()
             entry = self._entries.get(cast(int, owner(event.key)[0]))

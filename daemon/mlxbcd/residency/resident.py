@@ -30,6 +30,7 @@ from mlxbcd.sampling.grammar import Vocabulary
 from mlxbcd.text.template import ChatTemplate
 from mlxbcd.text.tokenizer import Tokenizer
 from mlxbcd.text.workers import TextWorkers
+from mlxbcd.trace import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ class Residency:
     Args:
         on_fault: told when the device can't be trusted any more.
         budget: None is one without bounds.
+        tracer: told what the engines do.
 
     Attributes:
         models: the resident ones, by directory.
@@ -148,9 +150,11 @@ class Residency:
         workers: TextWorkers,
         on_fault: Callable[[DeviceFault], None],
         budget: MemoryBudget | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.models: dict[Path, Resident] = {}
         self.budget = budget or MemoryBudget(_UNLIMITED)
+        self._tracer = tracer or Tracer()
         self.keeper = Keeper(self.models, self.budget, self._let_go)
         self._default: str | None = None
         self._aliases: Mapping[str, str] = {}
@@ -337,6 +341,8 @@ class Residency:
                 self._on_fault,
                 costs=costs,
                 shed=self.keeper.relieve_soon,
+                tracer=self._tracer,
+                name=source.name,
             )
             seconds = time.monotonic() - began
             self.budget.measure(source.path, "weights", built.bytes)

@@ -25,6 +25,8 @@ Work: TypeAlias = (
     | wire.Unload
     | wire.Status
     | wire.Ps
+    | wire.Watch
+    | wire.Trace
     | wire.Config
     | wire.Probe
 )

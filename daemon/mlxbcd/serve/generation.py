@@ -22,6 +22,7 @@ from mlxbcd.spec.statistics import Statistics, total
 from mlxbcd.text.stage import Piece, TextStage
 from mlxbcd.text.tokenizer import Tokenizer
 from mlxbcd.text.tools import ToolCall
+from mlxbcd.trace import Fact, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ class Generation:
         self._outputs: list[_Output] = []
         self._plan: Plan | None = None
         self._pieces: list[int] = []
+        self._marks: list[float] = []
         self._position = 0
         self._reported = 0.0
         self._deadline: asyncio.TimerHandle | None = None
@@ -154,6 +156,18 @@ class Generation:
     def generated(self) -> int:
         """Tokens drawn for all candidates, forced ones and end tokens included."""
         return sum(output.generated for output in self._outputs)
+
+    @property
+    def usage(self) -> wire.Usage:
+        """Its tokens so far."""
+        speculated = total([output.speculated for output in self._outputs])
+        return wire.Usage(
+            prompt=self._prompt,
+            generated=self.generated,
+            drafted=speculated.drafted,
+            accepted=speculated.accepted,
+            forwards=speculated.forwards,
+        )
 
     def preparing(self, task: asyncio.Task[None]) -> None:
         """The request is being made ready (load, template, tokens) by `task`, which ends it or calls `start`."""
@@ -236,6 +250,33 @@ class Generation:
             },
         )
 
+    def trace(self, tracer: Tracer) -> None:
+        """Tell of its stages, if somebody listens."""
+        if not tracer.on:
+            return
+        clock, now = self.clock, time.monotonic()
+        track = self._accepted.stream if self._accepted is not None else f"refused {self.wire.id}"
+        outcome: dict[str, Fact] = {
+            "outcome": self.ended_with or "",
+            "prompt": self._prompt,
+            "generated": self.generated,
+        }
+        tracer.span("request", track, clock.arrived, now, client=self._client, key=self._key, **outcome)
+        stages = (
+            ("load", clock.arrived if clock.loaded is not None else None, clock.loaded),
+            ("prepare", clock.loaded or clock.arrived, clock.queued),
+            ("queue", clock.queued, clock.started),
+            ("prefill", clock.started, clock.first),
+            ("decode", clock.first, now),
+        )
+        for name, begin, end in stages:
+            if begin is not None and end is not None:
+                tracer.span(name, track, begin, end)
+        since = clock.started or 0.0
+        for tokens, at in zip(self._pieces, self._marks, strict=True):
+            tracer.span("piece", track, since, at, tokens=tokens)
+            since = at
+
     # -- the engine's listener
 
     def prefilled(self, position: int, total: int) -> None:
@@ -243,6 +284,7 @@ class Generation:
             self.clock.started = time.monotonic()
         if position > self._position:
             self._pieces.append(position - self._position)
+            self._marks.append(time.monotonic())
         self._position = position
         if 0 < position < total:
             self.progress("prefill", position, total)
@@ -341,7 +383,7 @@ class Generation:
             wire.Done(
                 id=self.wire.id,
                 reason=reason,
-                usage=self._usage(),
+                usage=self.usage,
                 timings=self.clock.timings(),
                 stop=first.stop if first is not None else None,
                 mean_logprob=first.mean_logprob if first is not None else None,
@@ -349,16 +391,6 @@ class Generation:
                 candidates=[output.summary() for output in self._outputs] if several else [],
                 plan=plan_reply(self._plan, self._pieces) if self._plan is not None else None,
             )
-        )
-
-    def _usage(self) -> wire.Usage:
-        speculated = total([output.speculated for output in self._outputs])
-        return wire.Usage(
-            prompt=self._prompt,
-            generated=self.generated,
-            drafted=speculated.drafted,
-            accepted=speculated.accepted,
-            forwards=speculated.forwards,
         )
 
     def _close(self, outcome: str) -> None:

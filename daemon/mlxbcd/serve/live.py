@@ -39,8 +39,11 @@ from mlxbcd.serve.contract import Fault, Job, Send, Work
 from mlxbcd.serve.generation import PROGRESS_S, Generation, plan_reply
 from mlxbcd.serve.jobs import FinishedJob, TaskJob, internal
 from mlxbcd.serve.manners import Manners
+from mlxbcd.serve.metrics import Metrics
 from mlxbcd.serve.prompting import Prompt, Prompter, max_tokens
+from mlxbcd.serve.subscriptions import Changes, Subscription, Trace, Watch
 from mlxbcd.text.workers import TextWorkers
+from mlxbcd.trace import Tracer
 
 Open: TypeAlias = Generation | TaskJob
 
@@ -53,6 +56,10 @@ STUCK_S: Final = 60.0
 _GOOD_ENDS: Final = frozenset({"stop", "length", "cancelled", "superseded", "deadline"})
 ENABLED: Final[frozenset[Feature]] = frozenset({Feature.INFILLING, Feature.DRAFTS, Feature.ECHO})
 """Features that this daemon has."""
+
+
+MOST_SUBSCRIPTIONS: Final = 256
+"""Clients that may watch or trace."""
 
 
 class LiveService:
@@ -76,7 +83,8 @@ class LiveService:
         self._workers = TextWorkers()
         self._prompter = Prompter(self._workers, self._settings.fim)
         self._allowance = Allowance(self._settings, machine.memory)
-        self._residency = Residency(device, self._workers, self._fault, self._allowance.budget)
+        self._tracer = Tracer()
+        self._residency = Residency(device, self._workers, self._fault, self._allowance.budget, self._tracer)
         self._manners = Manners(
             machine.power,
             machine.memory,
@@ -85,6 +93,9 @@ class LiveService:
             self._workers.offload,
             self._schedule,
         )
+        self._metrics = Metrics()
+        self._changes = Changes()
+        self._subscriptions: set[Subscription] = set()
         self._open: set[Open] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -125,6 +136,10 @@ class LiveService:
             case wire.Config():
                 reply(self._configuration.report(request.id))
                 return FinishedJob()
+            case wire.Watch():
+                return self._subscribe(Watch(request, reply, self._subscriptions.discard, self._status, self._changes))
+            case wire.Trace():
+                return self._subscribe(Trace(request.id, reply, self._subscriptions.discard, self._tracer))
         if self._draining:
             raise _stopping()
         if len(self._open) >= self._settings.queue:
@@ -154,12 +169,13 @@ class LiveService:
     async def drain(self) -> None:
         """See `contract.Service.drain`."""
         self._draining = True
+        self._changes.poke()
         await self._idle.wait()
 
     async def close(self) -> None:
         """See `contract.Service.close`."""
         self._draining = True
-        for job in list(self._open):
+        for job in (*self._open, *self._subscriptions):
             job.failed(_stopping())
         if self._warming is not None:
             self._warming.cancel()
@@ -232,13 +248,22 @@ class LiveService:
     def _enter(self, job: Open) -> None:
         self._open.add(job)
         self._idle.clear()
+        self._changes.poke()
         self._manners.watch()
 
     def _leave(self, job: Open) -> None:
         self._open.discard(job)
+        self._changes.poke()
         if not self._open:
             self._manners.rest()
             self._idle.set()
+
+    def _subscribe(self, subscription: Subscription) -> Subscription:
+        if len(self._subscriptions) >= MOST_SUBSCRIPTIONS:
+            raise ServeError("queue_full", f"{MOST_SUBSCRIPTIONS} clients watch or trace already; end one of them")
+        self._subscriptions.add(subscription)
+        subscription.begin()
+        return subscription
 
     def _answer(self, request_id: int, reply: Send, work: Callable[[TaskJob], Awaitable[None]]) -> TaskJob:
         job = TaskJob(request_id, reply, work, self._leave)
@@ -265,6 +290,8 @@ class LiveService:
         self._leave(generation)
         self._residency.keeper.settle()
         generation.log()
+        generation.trace(self._tracer)
+        self._metrics.see(generation.ended_with or "", generation.usage, generation.clock.timings())
 
     async def _prepare(self, generation: Generation, client: str) -> None:
         """Everything before the engine: the model, the template, the tokens, the frozen request."""
@@ -434,6 +461,7 @@ class LiveService:
             footprint_measure=footprint.measure,
             models=self._processes(),
             loading=[wire.Loading(*loading) for loading in self._residency.progress],
+            metrics=self._metrics.report(),
             notes=self._notes(),
         )
 

@@ -1,0 +1,88 @@
+"""Owns `mlxbc trace`: what the daemon does, as a file that trace viewers read."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from contextlib import suppress
+
+import msgspec
+
+from mlxbc import wire
+from mlxbc.cli import exits
+from mlxbc.client import Client
+from mlxbc.errors import RequestTimeout
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any, TextIO
+
+_EPILOG = f"""\
+Records from now on, until Ctrl-C, --for, or --most spans. The file is Chrome's
+trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open. Each
+request has a track: load, prepare, queue, prefill with its pieces, decode; and
+so has each model's device: iterations, decode steps with their rows, prefill
+forwards, and how long samples waited for the event loop. No text of a prompt
+or an answer is in it. Nothing is recorded while nobody asks.
+
+examples:
+  mlxbc trace
+  mlxbc trace --for 30 /tmp/mlxbc.json
+
+{exits.HELP}"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.description = "Record what the daemon does."
+    parser.epilog = _EPILOG
+    parser.add_argument("file", nargs="?", default="trace.json", help="write there (default: trace.json)")
+    parser.add_argument("--for", dest="seconds", type=float, metavar="SECONDS", help="stop after this long")
+    parser.add_argument("--most", type=int, default=200_000, metavar="N", help="stop after N spans (default: 200000)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Record."""
+    deadline = None if args.seconds is None else time.monotonic() + args.seconds
+    with open(args.file, "w", encoding="utf-8", opener=_private) as file:
+        with Client(client_name="mlxbc-trace") as client, suppress(KeyboardInterrupt):
+            exits.explain(f"recording into {args.file}; Ctrl-C ends it")
+            count = _record(file, client, deadline, args.most)
+            exits.explain(f"{count} spans")
+        file.write("\n]}\n")
+    return exits.OK
+
+
+def _record(file: TextIO, client: Client, deadline: float | None, most: int) -> int:
+    """Write what comes until it is enough; how many spans it were."""
+    file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+    file.write(_encode({"ph": "M", "name": "process_name", "pid": client.welcome.pid, "args": {"name": "mlxbcd"}}))
+    tracks: dict[str, int] = {}
+    count = 0
+    for span in _spans(client, deadline):
+        if span.track not in tracks:
+            tracks[span.track] = len(tracks) + 1
+            named = {"ph": "M", "name": "thread_name", "pid": client.welcome.pid, "tid": tracks[span.track]}
+            file.write(",\n" + _encode({**named, "args": {"name": span.track}}))
+        event = {"ph": "X", "name": span.name, "pid": client.welcome.pid, "tid": tracks[span.track]}
+        file.write(",\n" + _encode({**event, "ts": span.begin_us, "dur": span.micros, "args": span.facts}))
+        count += 1
+        if count >= most:
+            break
+    return count
+
+
+def _spans(client: Client, deadline: float | None) -> Iterator[wire.Span]:
+    with suppress(RequestTimeout):
+        for batch in client.trace(until=deadline):
+            yield from batch
+
+
+def _encode(event: dict[str, Any]) -> str:
+    return msgspec.json.encode(event).decode()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
