@@ -102,6 +102,17 @@ def test_a_grammar_may_name_control_tokens() -> None:
     assert refusal(Source("grammar", "start: <nobody>")).data
 
 
+def test_json_may_be_indented_but_not_drift_off_into_white_space() -> None:
+    schema = Source.of_schema({"type": "array", "items": {"type": "integer"}})
+    for good in ("[1,2]", "[1, 2]", "[\n    1,\n    2\n]", "[ 1 ]", "[\r\n\t1]"):
+        assert follow(schema, good).complete, good
+    for bad in ("[  ", "[\n\n", "[ \n", "[\n" + " " * 41):
+        assert follow(schema, bad).fault, bad
+    own = Source.of_schema({"type": "array", "x-guidance": {"whitespace_pattern": " {3}"}})
+    assert follow(own, "[   ]").complete
+    assert follow(own, "[ ]").fault
+
+
 def test_tokens_can_be_taken_back() -> None:
     matcher = follow(Source("regex", "ab[cd]e"), "a")
     before = texts(matcher)

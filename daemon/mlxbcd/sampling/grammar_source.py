@@ -7,12 +7,15 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
 from llguidance import LLMatcher
 
 from mlxbcd.errors import ServeError
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 Kind: TypeAlias = Literal["schema", "grammar", "regex", "choice"]
 """A field of the wire."""
@@ -25,6 +28,8 @@ _LONGEST_MESSAGE: Final = 300
 _SEARCH_S: Final = 1.0
 """Seconds that parts of a schema are compiled to find the one at fault."""
 
+_JSON: Final[JsonCompileOptions] = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}"}
+"""A space, or a new line and its indentation: where any white space may come, a model in doubt writes nothing else."""
 _NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _SINGLE: Final = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if", "then")
 _LISTED: Final = ("prefixItems", "items", "anyOf", "oneOf", "allOf")
@@ -71,7 +76,8 @@ class Source:
             raise ServeError("grammar_invalid", f"the {self.kind} {problem}")
         match self.kind:
             case "schema":
-                return LLMatcher.grammar_from_json_schema(self.text)
+                text = "{}" if self.text == "true" else self.text
+                return LLMatcher.grammar_from_json_schema(text, defaults=_JSON if text.startswith("{") else None)
             case "grammar":
                 return LLMatcher.grammar_from_lark(self.text)
             case "regex":
