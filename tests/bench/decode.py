@@ -15,22 +15,16 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
 from bench import inprocess
+from bench.driven import ENDLESS, Driven
 from bench.machine import peer_version
 from bench.registry import Settings
 from bench.stories import token_prompts
 from bench.table import Row, Target, compare
-from mlxbcd.engine.executor import Executor
-from mlxbcd.engine.scheduler import Iteration, Piece
-from mlxbcd.methods.events import Drawn, Event, Failed
-from mlxbcd.plan.request import Request
-from mlxbcd.state.geometry import Key
 from mlxbcd.text.tokenizer import Tokenizer
 
 _BATCHES = (1, 4, 8)
 _SHORTEST, _LONGEST = 32, 64
-_PIECE = 64
 _WARM_STEPS = 4
-_ENDLESS = 1_000_000
 
 
 def run(settings: Settings) -> list[Row]:
@@ -42,7 +36,7 @@ def run(settings: Settings) -> list[Row]:
     for batch in _BATCHES:
         spread = (_LONGEST - _SHORTEST) // batch
         prompts = token_prompts(tokenizer, [_SHORTEST + row * spread for row in range(batch)])
-        ours, peer = _Ours(built.executor, prompts), _Peer(peer_model, prompts)
+        ours, peer = Driven(built.executor, prompts), _Peer(peer_model, prompts)
         try:
             rows.append(_interleave(ours, peer, batch, settings))
         finally:
@@ -105,49 +99,13 @@ def _agreement(ours: Sequence[Sequence[int]], peer: Sequence[Sequence[int]]) -> 
     return f"{alike} of {total} tokens before rows part"
 
 
-class _Ours:
-    """Our engine's device side, driven as its loop drives it."""
-
-    def __init__(self, executor: Executor, prompts: Sequence[Sequence[int]]) -> None:
-        self.tokens: list[list[int]] = [[] for _ in prompts]
-        self._rows: dict[Key, list[int]] = dict(enumerate(self.tokens))
-        self._executor = executor
-        for key, prompt in enumerate(prompts):
-            request = Request(prompt=tuple(prompt), max_tokens=_ENDLESS, eos=frozenset())
-            start = [(key, request)]
-            for begin in range(0, len(prompt), _PIECE):
-                width = min(_PIECE, len(prompt) - begin)
-                piece = Piece(key, width, ends=begin + width == len(prompt))
-                executor.iterate(Iteration(decode=False, piece=piece), start, (), self._take)
-                start = []
-
-    def step(self) -> None:
-        self._executor.iterate(Iteration(decode=True, piece=None), (), (), self._take)
-
-    def settle(self) -> None:
-        mx.synchronize()
-
-    def close(self) -> None:
-        """Let the rows go."""
-        self._executor.iterate(Iteration(decode=False, piece=None), (), list(self._rows), self._take)
-
-    def _take(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if isinstance(event, Drawn):
-                self._rows[event.key].append(event.sample.token)
-            elif isinstance(event, Failed):
-                raise event.error
-
-
 class _Peer:
     """mlx-lm's BatchGenerator, with its defaults."""
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
         self.tokens: list[list[int]] = [[] for _ in prompts]
         size = len(prompts)
-        self._generator = BatchGenerator(
-            model, max_tokens=_ENDLESS, completion_batch_size=size, prefill_batch_size=size
-        )
+        self._generator = BatchGenerator(model, max_tokens=ENDLESS, completion_batch_size=size, prefill_batch_size=size)
         self._rows = {uid: row for row, uid in enumerate(self._generator.insert([list(prompt) for prompt in prompts]))}
         while not all(self.tokens):
             self.step()

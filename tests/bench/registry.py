@@ -26,6 +26,7 @@ BENCHES: Final[Mapping[str, str]] = {
     "http": "bench.endpoint",
     "memory": "bench.memory",
     "rows": "bench.rows",
+    "grammar": "bench.grammar",
     "gap": "bench.gap",
     "priority": "bench.priority",
 }

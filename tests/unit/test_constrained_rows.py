@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from functools import cache
 from typing import Any, Final
@@ -45,8 +46,10 @@ def parts() -> tuple[Any, Forward, Composition]:
     return model, Forward(model), inspect(model, CONFIG["model_type"])
 
 
-def make_driver(ahead: Ahead) -> Driver:
+def make_driver(ahead: Ahead, *, alone: bool = False) -> Driver:
     _, forward, composition = parts()
+    if alone:
+        composition = dataclasses.replace(composition, reason="told to")
     return Driver(Executor(forward, composition, VOCABULARY, ahead))
 
 
@@ -86,6 +89,15 @@ def test_eight_grammars_at_once_give_what_each_gives_alone(ahead: Ahead) -> None
         assert driver.tokens(key) == alone(request), f"row {key}"
         assert len(driver.ends(key)) == 1
     assert {"complete", "stop"} <= {end for key in range(8) for end in driver.ends(key)}
+
+
+@BOTH
+def test_a_row_that_runs_alone_follows_its_grammar(ahead: Ahead) -> None:
+    driver = make_driver(ahead, alone=True)
+    for key, request in enumerate(requests()[:4]):
+        driver.prefill(key, request)
+        driver.finish()
+        assert driver.tokens(key) == alone(request)
 
 
 @BOTH
