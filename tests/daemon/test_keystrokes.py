@@ -31,7 +31,10 @@ PACE_S = 0.05
 
 def completion(text: str) -> dict[str, Any]:
     """What an editor asks when the file's text is this, up to the cursor."""
-    return {"prompt": FILE + text, "temperature": 0}
+    return {
+        "fim": {"prefix": FILE + text, "suffix": "\n", "path": "shapes.py", "language": "python"},
+        "temperature": 0,
+    }
 
 
 def until_ended(frames: Frames, requests: set[int]) -> list[wire.Reply]:

@@ -78,7 +78,7 @@ class Emacs:
             (delete-other-windows)
             (mlxbc--works)
             (setq mlxbc-socket "{socket}" mlxbc-delay 0.05 mlxbc-deadline-ms 3000 mlxbc-max-tokens 96)
-            (setq mlxbc-chat-system nil mlxbc-chat-fields nil)
+            (setq mlxbc-chat-system nil mlxbc-chat-fields nil mlxbc-lines-before 256 mlxbc-lines-after 64)
             nil)''')
 
     def _read(self) -> None:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import pytest
 from fake_service import FakeDaemon, FakeJob
+from listeners import silent
 from real_daemon import Daemon
 from real_emacs import LIBRARY, Emacs, emacs, installed
 
@@ -61,6 +62,12 @@ def generate(job: FakeJob) -> wire.Generate:
     return job.request
 
 
+def fim(job: FakeJob) -> wire.Fim:
+    around = generate(job).fim
+    assert around
+    return around
+
+
 def test_the_library_compiles_without_a_warning(tmp_path: Path) -> None:
     copy = shutil.copy(LIBRARY, tmp_path)
     strict = "(setq byte-compile-error-on-warn t)"
@@ -82,6 +89,9 @@ def test_a_suggestion_grows_as_it_comes_and_is_accepted_in_parts(
         job = fake.job()
         assert (generate(job).supersede, generate(job).priority) == ("completion", "interactive")
         assert (generate(job).deadline_ms, generate(job).max_tokens) == (3000, 96)
+        assert fim(job) == wire.Fim(
+            prefix="def add(a, b):\n    ret", suffix="\n\nprint(add(1, 2))\n", path="sums.py", language="python"
+        )
         fake.do(job.token, "urn a")
         editor.until(lambda: editor.ghost() == "urn a")
         suggest(fake, job, " + b\n    # the sum", "\n    # of both\n")
@@ -117,12 +127,25 @@ def test_typing_along_keeps_the_suggestion_and_asks_nothing(scripted: Scripted, 
         job = fake.job()
         fake.do(job.token, "urn")
         editor.until(lambda: editor.ghost() == "urn")
-        editor.keys("urn a")  # further than what has come
-        editor.until(lambda: "return a" in editor.buffer())
+        editor.keys("urn")  # all that has come
+        editor.until(lambda: "    return\n" in editor.buffer())
         suggest(fake, job, " a + ", "b")
+        editor.until(lambda: editor.ghost() == " a + b")
+        editor.keys(" a")
         editor.until(lambda: editor.ghost() == " + b")
         assert len(fake.service.jobs) == 1
         assert not job.cancelled
+
+
+def test_a_key_before_anything_came_asks_anew(scripted: Scripted, editor: Emacs, directory: Path) -> None:
+    with scripted() as fake:
+        typing(editor, directory)
+        first = fake.job()
+        editor.keys("u")
+        second = new_job(fake, 2)
+        assert first.ended
+        suggest(fake, second, "rn")
+        editor.until(lambda: editor.ghost() == "rn")
 
 
 def test_another_key_ends_the_request_and_the_next_pause_asks_anew(
@@ -187,7 +210,7 @@ def test_text_that_is_not_utf8_is_asked_about_as_well(scripted: Scripted, editor
         editor.edit(directory / "old.txt", "naïve ".encode() + b"caf\xe9 \xf0\x9f\x98\x80\n")
         editor.eval("(setq coding-system-for-read nil)")
         editor.keys(END_OF_LINE + "!")
-        assert generate(fake.job()).prompt == "naïve caf\ufffd \U0001f600!"
+        assert fim(fake.job()).prefix == "naïve caf\ufffd \U0001f600!"
 
 
 def test_completion_at_point_waits_and_inserts(scripted: Scripted, editor: Emacs, directory: Path) -> None:
@@ -206,6 +229,53 @@ def test_completion_at_point_waits_and_inserts(scripted: Scripted, editor: Emacs
         editor.keys("!")
         fake.until(lambda _: job.cancelled == 1)
         editor.until(lambda: editor.buffer() == "one, two, three!")
+
+
+def test_of_long_lines_only_a_part_is_sent(scripted: Scripted, editor: Emacs, directory: Path) -> None:
+    with scripted() as fake:
+        editor.edit(directory / "long.txt", "ä" * 100_000)
+        editor.keys("\x1b>!")
+        prefix = fim(fake.job()).prefix
+        assert prefix == "ä" * (len(prefix) - 1) + "!"
+        assert 16384 <= len(prefix) <= 32768
+
+
+def test_a_prefix_begins_at_a_line_that_moves_in_steps(scripted: Scripted, editor: Emacs, directory: Path) -> None:
+    with scripted() as fake:
+        editor.eval("(setq mlxbc-lines-before 4 mlxbc-lines-after 1)")
+        editor.edit(directory / "lines.txt", "".join(f"{n}\n" for n in range(12)))
+        editor.keys(NEXT_LINE * 2)
+        begins = []
+        for count, line in enumerate(range(3, 9), 1):
+            editor.keys(NEXT_LINE + END_OF_LINE + "!")
+            around = fim(new_job(fake, count))
+            assert around.prefix.endswith(f"{line}!")
+            assert around.suffix == f"\n{line + 1}\n"
+            begins.append(around.prefix.split("\n")[0].rstrip("!"))
+        assert begins == ["0", "0", "2", "2", "4", "4"]
+
+
+def test_in_the_middle_of_a_line_one_line_is_asked_for(scripted: Scripted, editor: Emacs, directory: Path) -> None:
+    with scripted() as fake:
+        typing(editor, directory)
+        assert not fim(fake.job()).single_line
+        editor.keys(BACK + "!")
+        assert fim(new_job(fake, 2)).single_line
+
+
+@pytest.mark.parametrize("greeting", [False, True], ids=["starting", "stuck"])
+def test_a_daemon_that_says_nothing_holds_nobody_up(
+    editor: Emacs, socket: Path, directory: Path, greeting: bool
+) -> None:
+    end = "(buffer-substring-no-properties (- (point-max) 40) (point-max))"
+    with silent(socket, greeting=greeting):
+        editor.edit(directory / "long.txt", ("word " * 40 + "\n") * 400)
+        editor.keys("\x1b>")
+        for count in range(1, 31):
+            editor.keys("x")
+            editor.until(lambda count=count: editor.text(end).endswith("x" * count))
+            editor.until(lambda: editor.text('(if (timerp mlxbc--timer) "" "asked")'))
+        assert editor.told() == []
 
 
 def test_without_a_daemon_one_message_says_what_to_do(editor: Emacs, directory: Path) -> None:

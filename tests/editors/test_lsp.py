@@ -101,7 +101,12 @@ async def test_a_position_is_completed(scripted: Scripted, socket: Path) -> None
             suggestion = asyncio.create_task(client.texts(2, 7))
             asked = await job(fake)
             assert isinstance(asked.request, wire.Generate)
-            assert asked.request.prompt == CODE.partition("\n\nprint")[0]
+            assert asked.request.fim == wire.Fim(
+                prefix=CODE.partition("\n\nprint")[0],
+                suffix="\n\nprint(add(1, 2))\n",
+                path="app/sums.py",
+                language="python",
+            )
             assert (asked.request.max_tokens, asked.request.deadline_ms) == (7, 9000)
             assert (asked.request.supersede, asked.request.priority) == ("completion", "interactive")
             fake.do(asked.token, "urn a + b\n    # \U0001f600")
@@ -111,8 +116,8 @@ async def test_a_position_is_completed(scripted: Scripted, socket: Path) -> None
             suggestion = asyncio.create_task(client.texts(2, 10))
             asked = await job(fake, 2)
             assert isinstance(asked.request, wire.Generate)
-            assert asked.request.prompt
-            assert asked.request.prompt.endswith("    return")
+            assert asked.request.fim
+            assert asked.request.fim.prefix.endswith("    return")
             fake.do(asked.done)
             assert await suggestion == []
 
@@ -178,6 +183,12 @@ def test_prefix_and_suffix_are_whole_lines_around_the_cursor(lines: list[str], d
     assert before == line or reach.before // 2 <= before <= reach.before
     assert after == min(source.count("\n") - line, reach.after + 1) or after == reach.after + 1
     assert ("single_line" in fields) == bool(source[offset:].partition("\n")[0].strip())
+
+
+def test_of_long_lines_only_a_part_is_sent() -> None:
+    fields = around("x" * 300_000, 200_000, Reach())
+    assert 16384 <= len(fields["prefix"]) <= 32768
+    assert len(fields["suffix"]) == 8192
 
 
 def test_half_a_character_is_replaced() -> None:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import pytest
 from fake_service import FakeDaemon, FakeJob
+from listeners import silent
 from real_daemon import Daemon
 from real_neovim import Neovim, neovim, programs
 
@@ -34,9 +35,21 @@ def editor(program: str, socket: Path, directory: Path) -> Iterator[Neovim]:
         yield running
 
 
+def generate(job: FakeJob) -> wire.Generate:
+    assert isinstance(job.request, wire.Generate)
+    return job.request
+
+
+def fim(job: FakeJob) -> wire.Fim:
+    around = generate(job).fim
+    assert around
+    return around
+
+
 def typing(editor: Neovim, keys: str = "ret", settings: str = "{}") -> None:
     editor.setup(settings)
     editor.edit("sums.py", CODE)
+    editor.lua("vim.bo.filetype = 'python'")
     editor.keys("jA" + keys)
 
 
@@ -66,6 +79,9 @@ def test_a_suggestion_grows_as_it_comes_and_is_accepted_in_parts(scripted: Scrip
         assert isinstance(job.request, wire.Generate)
         assert (job.request.supersede, job.request.priority) == ("completion", "interactive")
         assert (job.request.deadline_ms, job.request.max_tokens) == (3000, 96)
+        assert job.request.fim == wire.Fim(
+            prefix="def add(a, b):\n    ret", suffix="\n\nprint(add(1, 2))", path="sums.py", language="python"
+        )
         fake.do(job.token, "urn a")
         editor.until(lambda: editor.ghost() == "urn a")
         suggest(fake, job, " + b\n    # the sum", "\n    # of both\n")
@@ -99,12 +115,25 @@ def test_typing_along_keeps_the_suggestion_and_asks_nothing(scripted: Scripted, 
         job = fake.job()
         fake.do(job.token, "urn")
         editor.until(lambda: editor.ghost() == "urn")
-        editor.keys("urn a")  # further than what has come
-        editor.until(lambda: "return a" in editor.buffer())
+        editor.keys("urn")  # all that has come
+        editor.until(lambda: "    return\n" in editor.buffer())
         suggest(fake, job, " a + ", "b")
+        editor.until(lambda: editor.ghost() == " a + b")
+        editor.keys(" a")
         editor.until(lambda: editor.ghost() == " + b")
         assert len(fake.service.jobs) == 1
         assert not job.cancelled
+
+
+def test_a_key_before_anything_came_asks_anew(scripted: Scripted, editor: Neovim) -> None:
+    with scripted() as fake:
+        typing(editor)
+        first = fake.job()
+        editor.keys("u")
+        second = new_job(fake, 2)
+        assert first.ended
+        suggest(fake, second, "rn")
+        editor.until(lambda: editor.ghost() == "rn")
 
 
 def test_another_key_ends_the_request_and_the_next_pause_asks_anew(scripted: Scripted, editor: Neovim) -> None:
@@ -176,9 +205,61 @@ def test_text_that_is_not_utf8_is_asked_about_as_well(scripted: Scripted, editor
         (editor.directory / "old.txt").write_bytes("naïve ".encode() + b"caf\xe9 \xed\xa0\x80 \xf0\x9f\x98\x80\n")
         editor.lua("vim.cmd('edit ++bin old.txt')")
         editor.keys("A!")
-        request = fake.job().request
-        assert isinstance(request, wire.Generate)
-        assert request.prompt == "naïve caf\ufffd \ufffd\ufffd\ufffd \U0001f600!"
+        assert fim(fake.job()).prefix == "naïve caf\ufffd \ufffd\ufffd\ufffd \U0001f600!"
+
+
+def test_of_long_lines_only_a_part_is_sent(scripted: Scripted, editor: Neovim) -> None:
+    with scripted() as fake:
+        editor.setup()
+        editor.edit("long.txt", "ä" * 300_000 + "\n")
+        editor.keys("A!")
+        prefix = fim(fake.job()).prefix
+        assert prefix == "ä" * (len(prefix) - 1) + "!"
+        assert 16384 <= len(prefix.encode()) <= 32768
+
+
+def test_a_prefix_begins_at_a_line_that_moves_in_steps(scripted: Scripted, editor: Neovim) -> None:
+    with scripted() as fake:
+        editor.setup("{ completion = { lines_before = 4, lines_after = 1 } }")
+        editor.edit("lines.txt", "".join(f"{n}\n" for n in range(12)))
+        begins = []
+        for count, line in enumerate(range(3, 9), 1):
+            editor.keys(f"<Esc>{line + 1}GA!")
+            around = fim(new_job(fake, count))
+            assert around.prefix.endswith(f"{line}!")
+            assert around.suffix == f"\n{line + 1}"
+            begins.append(around.prefix.split("\n")[0].rstrip("!"))
+        assert begins == ["0", "0", "2", "2", "4", "4"]
+
+
+def test_the_other_visible_buffers_are_context(scripted: Scripted, editor: Neovim) -> None:
+    with scripted() as fake:
+        editor.setup()
+        (editor.directory / "other.py").write_text("x = 1\n")
+        typing(editor)
+        assert fim(fake.job()).context == []
+        editor.keys("<Esc>")
+        editor.lua("vim.cmd('split other.py | wincmd p')")
+        editor.keys("Au")
+        assert fim(new_job(fake, 2)).context == [wire.Excerpt(text="x = 1", path="other.py")]
+
+
+def test_in_the_middle_of_a_line_one_line_is_asked_for(scripted: Scripted, editor: Neovim) -> None:
+    with scripted() as fake:
+        typing(editor)
+        assert not fim(fake.job()).single_line
+        editor.keys("<Esc>I!")
+        assert fim(new_job(fake, 2)).single_line
+
+
+def test_a_daemon_that_says_nothing_holds_nobody_up(editor: Neovim, socket: Path) -> None:
+    with silent(socket):
+        typing(editor, "", "{ completion = { debounce_ms = 0 } }")
+        for key in "return a + b  # the sum of a and b" * 3:
+            editor.keys(key)
+            editor.buffer()
+        editor.until(lambda: editor.buffer().count("the sum") == 3)
+        assert editor.told() == []
 
 
 def test_without_a_daemon_one_message_says_what_to_do(scripted: Scripted, editor: Neovim) -> None:

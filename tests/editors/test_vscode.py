@@ -76,6 +76,12 @@ def generate(job: FakeJob) -> wire.Generate:
     return job.request
 
 
+def fim(job: FakeJob) -> wire.Fim:
+    around = generate(job).fim
+    assert around
+    return around
+
+
 def contents(job: FakeJob) -> list[str]:
     return [message.content for message in generate(job).messages or []]
 
@@ -105,6 +111,9 @@ def test_a_suggestion_is_all_that_came(scripted: Scripted, editor: Node) -> None
         request = generate(fake.job())
         assert (request.supersede, request.priority) == ("completion", "interactive")
         assert (request.deadline_ms, request.max_tokens) == (3000, 96)
+        assert request.fim == wire.Fim(
+            prefix="def add(a, b):\n    ret", suffix="\n\nprint(add(1, 2))\n", path="sums.py", language="python"
+        )
         suggest(fake, fake.job(), "urn a", " + b\n    # \U0001f600", "\n")
         assert suggestion.result(10) == ["urn a + b\n    # \U0001f600"]
 
@@ -137,10 +146,10 @@ def test_the_next_key_cancels(scripted: Scripted, editor: Node) -> None:
 
 def test_a_burst_of_keys_asks_once(scripted: Scripted, editor: Node) -> None:
     with scripted() as fake:
-        editor.run(f"host.open('sums.py', '{CODE}'); host.settings['mlxbc.completion.debounceMs'] = 200")
-        for _ in range(5):
+        editor.run(f"host.open('sums.py', '{CODE}'); host.settings['mlxbc.completion.debounceMs'] = 400")
+        for _ in range(3):
             stale = typed(editor)
-            editor.run("host.source.cancel()")
+            editor.run("await new Promise((resolve) => setTimeout(resolve, 50)); host.source.cancel()")
             assert stale.result(10) == []
         suggestion = typed(editor)
         suggest(fake, fake.job(), "urn")
@@ -156,8 +165,48 @@ def test_what_was_cut_or_stands_there_already_is_left_out(scripted: Scripted, ed
         assert suggestion.result(10) == ["urn a + b"]
         editor.run("host.open('other.py', 'print(add(1))')")
         suggestion = typed(editor, 0, 11)
-        suggest(fake, new_job(fake, 2), ", 2))")
+        job = new_job(fake, 2)
+        assert fim(job).single_line
+        suggest(fake, job, ", 2))")
         assert suggestion.result(10) == [", 2"]
+
+
+def test_of_long_lines_only_a_part_is_sent(scripted: Scripted, editor: Node) -> None:
+    with scripted() as fake:
+        editor.run("host.open('long.txt', 'x'.repeat(300000))")
+        suggestion = typed(editor, 0, 200_000)
+        job = fake.job()
+        assert 16384 <= len(fim(job).prefix) <= 32768
+        suggest(fake, job)
+        suggestion.result(10)
+
+
+def test_a_prefix_begins_at_a_line_that_moves_in_steps(scripted: Scripted, editor: Node) -> None:
+    with scripted() as fake:
+        editor.run(
+            "host.settings['mlxbc.completion.linesBefore'] = 4; host.settings['mlxbc.completion.linesAfter'] = 1"
+        )
+        editor.run("host.open('lines.txt', Array.from({ length: 12 }, (_, n) => `${n}\\n`).join(''))")
+        begins = []
+        for count, line in enumerate(range(3, 9), 1):
+            suggestion = typed(editor, line, 1)
+            job = new_job(fake, count)
+            assert (fim(job).prefix.split("\n")[-1], fim(job).suffix) == (str(line), f"\n{line + 1}")
+            begins.append(fim(job).prefix.split("\n")[0])
+            suggest(fake, job)
+            suggestion.result(10)
+        assert begins == ["0", "0", "2", "2", "4", "4"]
+
+
+def test_the_other_visible_editors_are_context(scripted: Scripted, editor: Node) -> None:
+    with scripted() as fake:
+        editor.run("host.open('other.py', 'x = 1\\n'); host.other = vscode.window.activeTextEditor")
+        editor.run(f"host.open('sums.py', '{CODE}'); vscode.window.visibleTextEditors.push(host.other)")
+        suggestion = typed(editor)
+        job = fake.job()
+        assert fim(job).context == [wire.Excerpt(text="x = 1\n", path="other.py")]
+        suggest(fake, job)
+        suggestion.result(10)
 
 
 def test_half_a_character_is_asked_about_as_well(scripted: Scripted, editor: Node) -> None:
@@ -165,7 +214,7 @@ def test_half_a_character_is_asked_about_as_well(scripted: Scripted, editor: Nod
         editor.run("host.open('odd.py', 'a\\ud83d \\ud83d\\ude00')")
         suggestion = typed(editor, 0, 5)
         job = fake.job()
-        assert generate(job).prompt == "a\ufffd \U0001f600"
+        assert fim(job).prefix == "a\ufffd \U0001f600"
         suggest(fake, job)
         assert suggestion.result(10) == []
 
@@ -181,10 +230,24 @@ def test_completion_can_be_switched_off_and_still_be_asked_for(scripted: Scripte
 
 def test_without_a_daemon_one_message_says_what_to_do(editor: Node) -> None:
     editor.run(f"host.open('sums.py', '{CODE}')")
+    # Long pauses between the keys: it is looked for each time.
+    editor.run("const now = Date.now; let hours = 0; Date.now = () => now() + 3600000 * hours++")
     assert [typed(editor).result(10) for _ in range(5)] == [[]] * 5
     assert editor.value("host.told") == [ABSENT]
     assert typed(editor, invoked=True).result(10) == []
     assert editor.value("host.told") == [ABSENT] * 2, "whoever asks is answered"
+
+
+def test_without_a_daemon_it_is_not_looked_for_at_every_key(scripted: Scripted, editor: Node) -> None:
+    editor.run(f"host.open('sums.py', '{CODE}'); Date.now = () => 0")
+    assert typed(editor).result(10) == []
+    with scripted() as fake:
+        assert typed(editor).result(10) == []
+        assert not fake.service.jobs
+        editor.run("Date.now = () => 3000")
+        suggestion = typed(editor)
+        suggest(fake, fake.job(), "urn")
+        assert suggestion.result(10) == ["urn"]
 
 
 def test_a_daemon_that_was_restarted_is_found_again(scripted: Scripted, editor: Node) -> None:

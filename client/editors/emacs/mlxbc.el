@@ -77,7 +77,7 @@
 ;;; The connection
 
 (defvar mlxbc--process nil "The connection, if it is open.")
-(defvar mlxbc--calls (make-hash-table) "Handlers of running requests, by id.")
+(defvar mlxbc--calls (make-hash-table) "Connection and handler of each running request, by id.")
 (defvar mlxbc--last-id 0)
 (defvar mlxbc--told nil "The trouble that the user has been told of.")
 (defvar mlxbc--not-before 0 "Without a daemon: when to look for one again.")
@@ -110,18 +110,32 @@
                    (make-network-process :name "mlxbc" :family 'local :service path :coding 'binary :noquery t
                                          :filter #'mlxbc--receive :sentinel #'mlxbc--lost))))
       (when mlxbc--process
-        (process-put mlxbc--process 'parts nil)
-        (mlxbc--send '(:type "hello" :proto 1 :client "mlxbc.el")))))
+        (mlxbc--write '(:type "hello" :proto 1 :client "mlxbc.el")))))
   mlxbc--process)
 
-(defun mlxbc--send (message)
+(defun mlxbc--write (message)
   "Write MESSAGE, a property list, as one line."
   (let ((line (json-serialize message)))
     (process-send-string mlxbc--process
                          (concat (if (multibyte-string-p line) (encode-coding-string line 'utf-8 t) line) "\n"))))
 
+(defun mlxbc--send (message)
+  "Write MESSAGE once the daemon has said welcome.
+Emacs waits while it writes what the daemon doesn't read; one that
+is just being started reads nothing."
+  (if (process-get mlxbc--process 'greeted)
+      (mlxbc--write message)
+    (process-put mlxbc--process 'waiting (cons message (process-get mlxbc--process 'waiting))))
+  (process-put mlxbc--process 'unheard (1+ (or (process-get mlxbc--process 'unheard) 0))))
+
+(defun mlxbc--silent-p ()
+  "Whether the daemon has stopped to answer: then it is asked no more."
+  (and (process-live-p mlxbc--process)
+       (>= (or (process-get mlxbc--process 'unheard) 0) 6)))
+
 (defun mlxbc--receive (process bytes)
   "Take BYTES from PROCESS; hand out every line that is now whole."
+  (process-put process 'unheard 0)
   (let ((start 0) end)
     (while (setq end (string-search "\n" bytes start))
       (let ((line (apply #'concat (nreverse (cons (substring bytes start end) (process-get process 'parts))))))
@@ -137,8 +151,11 @@
     (cond ((and (null id) (equal (plist-get message :type) "error"))
            (process-put process 'error message)
            (delete-process process))
+          ((equal (plist-get message :type) "welcome")
+           (process-put process 'greeted t)
+           (mapc #'mlxbc--write (nreverse (process-get process 'waiting))))
           ((gethash id mlxbc--calls)
-           (let ((handler (gethash id mlxbc--calls)))
+           (let ((handler (cdr (gethash id mlxbc--calls))))
              (when (member (plist-get message :type) '("done" "error" "status_report"))
                (remhash id mlxbc--calls))
              (with-demoted-errors "mlxbc: %S" (funcall handler message)))))))
@@ -150,8 +167,12 @@
                      '(:type "error" :code "connection_lost"
                        :message "the connection to the daemon ended before the request did; ask again")))
           handlers)
-      (maphash (lambda (_id handler) (push handler handlers)) mlxbc--calls)
-      (clrhash mlxbc--calls)
+      ;; Those of the next connection may be running already.
+      (maphash (lambda (id call)
+                 (when (eq (car call) process)
+                   (push (cdr call) handlers)
+                   (remhash id mlxbc--calls)))
+               mlxbc--calls)
       (dolist (handler handlers)
         (with-demoted-errors "mlxbc: %S" (funcall handler error))))))
 
@@ -163,7 +184,7 @@ The last one is \"done\" or \"error\".  The value is an id for
         (message (append message (list :id mlxbc--last-id))))
     ;; The first time may be how we learn that the daemon was restarted.
     (if (or (mlxbc--try message) (mlxbc--try message))
-        (progn (puthash id handler mlxbc--calls) id)
+        (progn (puthash id (cons mlxbc--process handler) mlxbc--calls) id)
       (funcall handler (list :type "error" :code "absent" :message mlxbc--absent))
       nil)))
 
@@ -172,16 +193,17 @@ The last one is \"done\" or \"error\".  The value is an id for
   (when (mlxbc--open)
     (condition-case nil
         (progn (mlxbc--send message) t)
-      (file-error
+      (error
        (delete-process mlxbc--process)
        nil))))
 
 (defun mlxbc--cancel-request (id)
   "End request ID on the daemon; its handler hears nothing more."
-  (when (and id (gethash id mlxbc--calls))
-    (remhash id mlxbc--calls)
-    (when (process-live-p mlxbc--process)
-      (mlxbc--send (list :type "cancel" :id id)))))
+  (let ((call (and id (gethash id mlxbc--calls))))
+    (when call
+      (remhash id mlxbc--calls)
+      (when (and (eq (car call) mlxbc--process) (process-live-p mlxbc--process))
+        (ignore-errors (mlxbc--send (list :type "cancel" :id id)))))))
 
 (defun mlxbc--trouble (reply asked)
   "Tell the user of the error REPLY.
@@ -214,7 +236,6 @@ once, until something works again."
 (defvar-local mlxbc--ghost nil "The overlay that shows the suggestion.")
 (defvar-local mlxbc--call nil "The id of the request that it comes from, while that runs.")
 (defvar-local mlxbc--rest "" "What of the suggestion would follow point.")
-(defvar-local mlxbc--ahead "" "What the user has typed beyond what has come.")
 (defvar-local mlxbc--ended nil "Whether all of it is here.")
 (defvar-local mlxbc--place nil "Point and the buffer's tick, as they were last seen.")
 (defvar mlxbc-mode)
@@ -233,7 +254,12 @@ once, until something works again."
          ;; The beginning moves in steps: one that moved with every line would make the daemon read all of it anew.
          (first (max 0 (* step (ceiling (- line mlxbc-lines-before) step))))
          (from (save-excursion (forward-line (- first line)) (point)))
-         (to (save-excursion (forward-line (1+ mlxbc-lines-after)) (point))))
+         (to (save-excursion (forward-line (1+ mlxbc-lines-after)) (point)))
+         ;; However long lines are, no more characters than these are sent.
+         (excess (- (point) from 32768)))
+    (setq to (min to (+ (point) 8192)))
+    (when (> excess 0)
+      (setq from (+ from (* 16384 (ceiling excess 16384)))))
     (append (list :prefix (mlxbc--unicode (buffer-substring from (point)))
                   :suffix (mlxbc--unicode (buffer-substring (point) to))
                   :language (string-remove-suffix "-mode" (symbol-name major-mode)))
@@ -245,7 +271,7 @@ once, until something works again."
   "The request for a completion at point."
   (append (list :type "generate" :supersede "completion" :priority "interactive"
                 :deadline_ms mlxbc-deadline-ms :max_tokens mlxbc-max-tokens :temperature 0
-                :prompt (plist-get (mlxbc--fim) :prefix))
+                :fim (mlxbc--fim))
           (and mlxbc-completion-model (list :model mlxbc-completion-model))))
 
 (defun mlxbc--seen ()
@@ -260,12 +286,12 @@ once, until something works again."
   (mlxbc--cancel-request mlxbc--call)
   (when mlxbc--ghost
     (delete-overlay mlxbc--ghost))
-  (setq mlxbc--timer nil mlxbc--call nil mlxbc--ghost nil mlxbc--rest "" mlxbc--ahead "" mlxbc--ended nil)
+  (setq mlxbc--timer nil mlxbc--call nil mlxbc--ghost nil mlxbc--rest "" mlxbc--ended nil)
   (mlxbc-ghost-mode -1))
 
 (defun mlxbc--show ()
   "Show the suggestion behind point, or hide it if there is nothing to see."
-  (if (or (string-blank-p mlxbc--rest) (not (string-empty-p mlxbc--ahead)))
+  (if (string-blank-p mlxbc--rest)
       (progn
         (when mlxbc--ghost
           (overlay-put mlxbc--ghost 'after-string nil))
@@ -278,27 +304,16 @@ once, until something works again."
       (overlay-put mlxbc--ghost 'after-string text))
     (mlxbc-ghost-mode 1)))
 
-(defun mlxbc--feed (text)
-  "More of the suggestion came: TEXT.
-Nil if the user has typed something else meanwhile."
-  (let ((common (min (length text) (length mlxbc--ahead))))
-    (when (string= (substring text 0 common) (substring mlxbc--ahead 0 common))
-      (setq mlxbc--ahead (substring mlxbc--ahead common)
-            mlxbc--rest (concat mlxbc--rest (substring text common)))
-      t)))
-
 (defun mlxbc--type (text)
   "The user typed TEXT.
-Nil if the suggestion says something else, or no more than that."
-  (let ((common (min (length text) (length mlxbc--rest))))
-    (when (string= (substring text 0 common) (substring mlxbc--rest 0 common))
-      (setq mlxbc--rest (substring mlxbc--rest common)
-            mlxbc--ahead (concat mlxbc--ahead (substring text common)))
-      (not (and mlxbc--ended (string-empty-p mlxbc--rest))))))
+Nil if the suggestion says something else, or has nothing more to say."
+  (when (string-prefix-p text mlxbc--rest)
+    (setq mlxbc--rest (substring mlxbc--rest (length text)))
+    (not (and mlxbc--ended (string-empty-p mlxbc--rest)))))
 
 (defun mlxbc--finish (cut)
-  "All of the suggestion is here.  If it was CUT, it ends with its last whole line.
-Nil if the user typed something else meanwhile."
+  "All of the suggestion is here.
+If it was CUT, it ends with its last whole line."
   (setq mlxbc--ended t mlxbc--call nil)
   (when (and cut (string-search "\n" mlxbc--rest))
     (setq mlxbc--rest (replace-regexp-in-string "\n[^\n]*\\'" "" mlxbc--rest)))
@@ -306,20 +321,19 @@ Nil if the user typed something else meanwhile."
   ;; What stands behind point already is not suggested again.
   (let ((behind (buffer-substring-no-properties (point) (line-end-position))))
     (unless (string-empty-p behind)
-      (setq mlxbc--rest (string-remove-suffix behind mlxbc--rest))))
-  (string-empty-p mlxbc--ahead))
+      (setq mlxbc--rest (string-remove-suffix behind mlxbc--rest)))))
 
 (defun mlxbc--hear (reply asked)
   "Take REPLY to the request for a suggestion that the user ASKED for, or didn't."
   (let ((text (mlxbc--token reply)))
     (pcase (plist-get reply :type)
       ((guard text)
-       (if (mlxbc--feed text) (mlxbc--show) (mlxbc-dismiss)))
+       (setq mlxbc--rest (concat mlxbc--rest text))
+       (mlxbc--show))
       ("done"
        (mlxbc--works)
-       (if (mlxbc--finish (member (plist-get reply :reason) '("length" "deadline")))
-           (mlxbc--show)
-         (mlxbc-dismiss)))
+       (mlxbc--finish (member (plist-get reply :reason) '("length" "deadline")))
+       (mlxbc--show))
       ("error"
        (setq mlxbc--call nil)
        (mlxbc-dismiss)
@@ -353,7 +367,8 @@ Nil if the user typed something else meanwhile."
              (mlxbc--show))
             (t
              (mlxbc-dismiss)
-             (when (and mlxbc-mode (not buffer-read-only) (>= (float-time) mlxbc--not-before))
+             (when (and mlxbc-mode (not buffer-read-only) (not (mlxbc--silent-p))
+                        (>= (float-time) mlxbc--not-before))
                (setq mlxbc--timer
                      (run-with-idle-timer mlxbc-delay nil #'mlxbc--after-silence (current-buffer) now))))))))
 

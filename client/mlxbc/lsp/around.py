@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct
+
+PREFIX: Final = 32768
+SUFFIX: Final = 8192
+"""However long lines are, no more characters than these are sent of each part."""
 
 
 class Reach(Struct, frozen=True, kw_only=True):
@@ -25,6 +29,8 @@ def around(source: str, offset: int, reach: Reach) -> dict[str, Any]:
     first = max(0, -(-(line - reach.before) // step) * step)
     start = _line_start(source, first)
     end = _line_start(source, line + 1 + reach.after)
+    start += max(0, -(-(offset - start - PREFIX) // (PREFIX // 2)) * (PREFIX // 2))
+    end = min(end, offset + SUFFIX)
     fields: dict[str, Any] = {"prefix": _unicode(source[start:offset]), "suffix": _unicode(source[offset:end])}
     if behind(source, offset).strip():
         fields["single_line"] = True

@@ -65,7 +65,7 @@ class Server(LanguageServer):
 
         async def question(client: AsyncClient) -> Result:
             request = client.generate(
-                str(fim["prefix"]),
+                fim=fim,
                 model=options.model,
                 supersede="completion",
                 priority="interactive",

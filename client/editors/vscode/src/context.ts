@@ -3,6 +3,11 @@
 import * as vscode from "vscode";
 import { unicode } from "./connection";
 
+/** However long lines are, no more characters than these are sent of each part. */
+const PREFIX = 32768;
+const SUFFIX = 8192;
+const CHUNK = 8192;
+
 export interface Fim {
   prefix: string;
   suffix: string;
@@ -28,13 +33,19 @@ export function around(document: vscode.TextDocument, position: vscode.Position)
   const behind = document.lineAt(position.line).text.slice(position.character);
   const chunks = elsewhere(document);
   return {
-    prefix: unicode(document.getText(new vscode.Range(from, position))),
-    suffix: unicode(document.getText(new vscode.Range(position, to))),
+    prefix: unicode(tail(document.getText(new vscode.Range(from, position)))),
+    suffix: unicode(document.getText(new vscode.Range(position, to)).slice(0, SUFFIX)),
     path: vscode.workspace.asRelativePath(document.uri),
     language: document.languageId,
     ...(chunks.length > 0 ? { context: chunks } : {}),
     ...(behind.trim() ? { single_line: true } : {}),
   };
+}
+
+/** The end of a text; where it begins moves in steps, as with lines. */
+function tail(text: string): string {
+  const step = PREFIX / 2;
+  return text.slice(Math.max(0, Math.ceil((text.length - PREFIX) / step) * step));
 }
 
 /** What the other visible editors show around their cursors. */
@@ -50,7 +61,7 @@ function elsewhere(document: vscode.TextDocument): { path: string; text: string 
     // Moving a little must not change the chunk: the daemon keeps what it has read of a prompt's beginning.
     const middle = Math.round(editor.selection.active.line / around) * around;
     const text = other.getText(new vscode.Range(Math.max(0, middle - around), 0, middle + around, 0));
-    return text.trim() ? [{ path: vscode.workspace.asRelativePath(other.uri), text: unicode(text) }] : [];
+    return text.trim() ? [{ path: vscode.workspace.asRelativePath(other.uri), text: unicode(text.slice(0, CHUNK)) }] : [];
   });
 }
 
@@ -64,7 +75,7 @@ export function completionRequest(fim: Fim): object {
     deadline_ms: settings().get("completion.deadlineMs", 3000),
     max_tokens: settings().get("completion.maxTokens", 96),
     temperature: 0,
-    prompt: fim.prefix,
+    fim,
     ...(model ? { model } : {}),
   };
 }

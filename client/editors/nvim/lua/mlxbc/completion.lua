@@ -40,7 +40,7 @@ end
 local function show()
   local text, at = now.text.rest, now.at
   wipe(at.buffer)
-  if text == '' or now.text.ahead ~= '' or not text:find('%S') then
+  if not text:find('%S') then
     return
   end
   local lines = vim.split(text, '\n', { plain = true })
@@ -80,16 +80,13 @@ local function hear(mine, message)
     return
   end
   if message.type == 'token' then
-    if message.channel == nil and not mine.text:feed(message.text) then
-      return M.dismiss()
+    if message.channel == nil then
+      mine.text:feed(message.text)
     end
   elseif message.type == 'done' then
     notice.works()
     mine.call = nil
-    local cut = message.reason == 'length' or message.reason == 'deadline'
-    if not mine.text:finish(cut, mine.behind) then
-      return M.dismiss()
-    end
+    mine.text:finish(message.reason == 'length' or message.reason == 'deadline', mine.behind)
   elseif message.type == 'error' then
     notice.of(message, mine.asked)
     return M.dismiss()
@@ -146,7 +143,7 @@ local function update()
       return
     end
     local text = typed(now.at, at)
-    if text and now.text:type(text) and not (now.text.ended and now.text.rest == '') then
+    if text and now.text:type(text) then
       now.at = at
       return show()
     end
@@ -167,7 +164,7 @@ local function update()
 end
 
 function M.visible()
-  return now ~= nil and now.text.ahead == '' and now.text.rest:find('%S') ~= nil
+  return now ~= nil and now.text.rest:find('%S') ~= nil
 end
 
 -- Insert the suggestion's next 'word' or 'line', or 'all' of it.

@@ -43,6 +43,20 @@ local function lines(buffer, first, last)
   return M.utf8(table.concat(vim.api.nvim_buf_get_lines(buffer, math.max(first, 0), last, false), '\n'))
 end
 
+-- However long lines are, no more bytes than these are sent of each part.
+M.PREFIX, M.SUFFIX, M.CHUNK = 32768, 8192, 8192
+
+-- The last `limit` bytes, or somewhat less: the beginning moves in steps, as with lines.
+local function tail(text, limit)
+  local step = limit / 2
+  local cut = math.ceil((#text - limit) / step) * step
+  return cut > 0 and (text:sub(cut + 1):gsub('^[\128-\191]+', '')) or text
+end
+
+local function head(text, limit)
+  return #text > limit and (text:sub(1, limit):gsub('[\192-\255][\128-\191]*$', '')) or text
+end
+
 local function path_of(buffer)
   return M.utf8(vim.fn.fnamemodify(vim.api.nvim_buf_get_name(buffer), ':.'))
 end
@@ -59,7 +73,7 @@ local function elsewhere(buffer)
       local middle = math.floor(vim.api.nvim_win_get_cursor(window)[1] / around) * around
       local text = lines(other, middle - around, middle + around)
       if text:find('%S') then
-        chunks[#chunks + 1] = { path = path_of(other), text = text }
+        chunks[#chunks + 1] = { path = path_of(other), text = head(text, M.CHUNK) }
       end
     end
   end
@@ -78,8 +92,8 @@ function M.around(buffer, row, column)
   local prefix = row > first and lines(buffer, first, row) .. '\n' or ''
   local suffix = lines(buffer, row + 1, row + 1 + settings.lines_after)
   local fim = {
-    prefix = prefix .. M.utf8(before),
-    suffix = M.utf8(behind) .. (suffix ~= '' and '\n' .. suffix or ''),
+    prefix = tail(prefix .. M.utf8(before), M.PREFIX),
+    suffix = head(M.utf8(behind) .. (suffix ~= '' and '\n' .. suffix or ''), M.SUFFIX),
   }
   if path_of(buffer) ~= '' then
     fim.path = path_of(buffer)
@@ -109,7 +123,7 @@ function M.request(fim)
     max_tokens = settings.max_tokens,
     temperature = 0,
     model = settings.model,
-    prompt = fim.prefix,
+    fim = fim,
   }
 end
 

@@ -1,32 +1,24 @@
 -- Owns a suggestion's text: what has come of it, what the user has typed of it, and what accepting a part of it takes.
+-- `rest` is what would follow the cursor.
 local M = {}
 M.__index = M
 
 function M.new()
-  -- `rest` is what would follow the cursor. `ahead` is what the user typed beyond what has come.
-  return setmetatable({ rest = '', ahead = '', ended = false }, M)
+  return setmetatable({ rest = '', ended = false }, M)
 end
 
--- More of it came. False if it isn't what the user has typed meanwhile.
+-- More of it came.
 function M:feed(text)
-  local common = math.min(#text, #self.ahead)
-  if text:sub(1, common) ~= self.ahead:sub(1, common) then
-    return false
-  end
-  self.ahead = self.ahead:sub(common + 1)
-  self.rest = self.rest .. text:sub(common + 1)
-  return true
+  self.rest = self.rest .. text
 end
 
--- The user typed `text`. False if the suggestion says something else.
+-- The user typed `text`. False if the suggestion says something else, or has nothing more to say.
 function M:type(text)
-  local common = math.min(#text, #self.rest)
-  if text:sub(1, common) ~= self.rest:sub(1, common) then
+  if self.rest:sub(1, #text) ~= text then
     return false
   end
-  self.rest = self.rest:sub(common + 1)
-  self.ahead = self.ahead .. text:sub(common + 1)
-  return not (self.ended and self.ahead ~= '')
+  self.rest = self.rest:sub(#text + 1)
+  return self.rest ~= '' or not self.ended
 end
 
 -- Nothing more will come. A suggestion of several lines that was cut off ends with its last whole line; what stands
@@ -40,7 +32,6 @@ function M:finish(cut, behind)
   if behind ~= '' and self.rest:sub(-#behind) == behind then
     self.rest = self.rest:sub(1, -#behind - 1)
   end
-  return self.ahead == ''
 end
 
 -- Removes and returns the next word, the next line, or all of it.
