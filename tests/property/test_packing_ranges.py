@@ -95,8 +95,8 @@ def test_what_was_kept_across_a_restart_decides_as_before(
     seen: list[tuple[int, int, float, float, bool]], riding: int, piece: int, expected: float, budget: float
 ) -> None:
     ranges = measured(seen)
-    again = PackingRanges.from_dict(json.loads(json.dumps(ranges.to_dict())))
-    assert again.to_dict() == ranges.to_dict()
+    again = PackingRanges.restored(json.loads(json.dumps(ranges.saved())))
+    assert again.saved() == ranges.saved()
     assert again.choose(riding, riding + piece, expected, budget) == ranges.choose(
         riding, riding + piece, expected, budget
     )
@@ -132,7 +132,7 @@ def test_a_measurement_taken_while_the_machine_slept_changes_nothing() -> None:
 )
 def test_what_is_no_record_of_ranges_is_refused(kept: object) -> None:
     with pytest.raises(ValueError, match="packing ranges"):
-        PackingRanges.from_dict(kept)  # type: ignore[arg-type]
+        PackingRanges.restored(kept)  # type: ignore[arg-type]
 
 
 def measured(seen: list[tuple[int, int, float, float, bool]]) -> PackingRanges:

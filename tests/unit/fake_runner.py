@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 from mlxbcd.device import Device
 from mlxbcd.engine.engine import Engine
 from mlxbcd.engine.faults import DeviceFault
-from mlxbcd.engine.runner import Leaving, PieceCost, Report
+from mlxbcd.engine.packing import PackingRanges
+from mlxbcd.engine.runner import Leaving, MixedCost, PieceCost, Report
 from mlxbcd.engine.scheduler import Iteration, Policy
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.events import Drawn, Emit, End, Failed, Prefilled
@@ -43,7 +44,10 @@ class FakeRow:
 
 
 class FakeRunner:
-    """Draws counting tokens. `on_iterate` runs at the start of every iteration and may raise."""
+    """Draws counting tokens. `on_iterate` runs at the start of every iteration and may raise.
+
+    A packed forward takes `packed_s` seconds, a step and a piece take 1 ms each.
+    """
 
     def __init__(self) -> None:
         self.rows: dict[Key, FakeRow] = {}
@@ -53,6 +57,7 @@ class FakeRunner:
         self.left: list[Key] = []
         self.threads: set[int] = set()
         self.closed = 0
+        self.packed_s = 0.001
         self.on_iterate: Callable[[Iteration], None] = lambda iteration: None
 
     def iterate(
@@ -75,7 +80,7 @@ class FakeRunner:
             steps = ((len(self.decoding), 0.001),)
             for key in sorted(self.decoding, key=repr):
                 self.tell(key, emit)
-        cost = None
+        cost = mixed = None
         piece = iteration.piece
         if piece is not None and piece.key in self.rows:
             row = self.rows[piece.key]
@@ -85,7 +90,12 @@ class FakeRunner:
             if row.position == len(row.request.prompt):
                 self.decoding.add(piece.key)
                 self.tell(piece.key, emit)
-        return Report(steps=steps, piece=cost, running=tuple(self.decoding), kv_bytes=len(self.rows))
+        if steps and cost is not None:
+            seconds = self.packed_s if iteration.packed else 0.002
+            mixed = MixedCost(steps[0][0], cost.width, cost.context, seconds, iteration.packed, comparable=True)
+            if iteration.packed:
+                steps, cost = (), None
+        return Report(steps, cost, mixed, running=tuple(self.decoding), kv_bytes=len(self.rows))
 
     def tell(self, key: Key, emit: Emit) -> None:
         error = self.failing.pop(key, None)
@@ -150,11 +160,11 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(policy: Policy | None = None) -> AsyncIterator[Bench]:
+async def running(policy: Policy | None = None, packing: PackingRanges | None = None) -> AsyncIterator[Bench]:
     """An engine that is closed afterwards, with all that it started."""
     device, runner, faults = Device(), FakeRunner(), list[DeviceFault]()
     device.start()
-    engine = Engine(device, runner, policy or Policy(), faults.append)
+    engine = Engine(device, runner, policy or Policy(), faults.append, packing=packing)
     try:
         yield Bench(device, runner, engine, faults)
     finally:

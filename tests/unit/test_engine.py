@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from fake_runner import Bench, Heard, Recorder, make_request, running
 
+from mlxbcd.engine.engine import _Bill
 from mlxbcd.engine.faults import DeviceFault
+from mlxbcd.engine.packing import PackingRanges
+from mlxbcd.engine.runner import MixedCost, Report
 from mlxbcd.engine.scheduler import Iteration, Policy
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.events import Failed
@@ -350,6 +353,43 @@ async def test_costs_are_learnt_from_reports() -> None:
 
 
 # -- helpers
+
+
+async def mixes(bench: Bench, prompts: int = 200) -> list[Iteration]:
+    """One row decodes while others prefill their prompts, piece by piece; the iterations that did both."""
+    bench.engine.submit(make_request(max_tokens=100_000), Recorder())
+    listeners = [Recorder() for _ in range(prompts)]
+    for listener in listeners:
+        bench.engine.submit(make_request(prompt=8, max_tokens=1), listener)
+    for listener in listeners:
+        await listener.over.wait()
+    return [iteration for iteration in bench.runner.iterations if iteration.decode and iteration.piece is not None]
+
+
+async def test_where_packing_pays_forwards_are_packed_and_elsewhere_hardly_ever() -> None:
+    for packed_s, share in ((0.001, (0.7, 1.0)), (0.004, (0.0, 0.15))):
+        async with running(packing=PackingRanges()) as bench:
+            bench.runner.packed_s = packed_s
+            mixed = await mixes(bench)
+            assert not mixed[0].packed, "nothing was measured"
+            assert share[0] <= sum(iteration.packed for iteration in mixed) / len(mixed) <= share[1]
+            assert bench.engine.packing is not None
+            assert bool(bench.engine.packing.paying()) == (packed_s < 0.002)
+
+
+async def test_a_model_that_can_not_pack_never_does() -> None:
+    async with running() as bench:
+        assert not any(iteration.packed for iteration in await mixes(bench, prompts=30))
+
+
+async def test_the_time_of_a_packed_forward_is_charged_by_what_its_parts_are_expected_to_take() -> None:
+    async with running(packing=PackingRanges()) as bench:
+        for _ in range(9):
+            bench.engine.costs.saw_step(2, 0.002)
+            bench.engine.costs.saw_piece(8, 0, 0.006)
+        bill = _Bill("prompt", {"one": 1, "other": 1})
+        bench.engine._charge(bill, Report(mixed=MixedCost(2, 8, 0, 0.004, packed=True, comparable=True)))
+        assert bench.engine._served == pytest.approx({"prompt": 0.003, "one": 0.0005, "other": 0.0005})
 
 
 def hold(bench: Bench) -> tuple[threading.Event, threading.Event]:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxbcd.engine.costs import Costs
-from mlxbcd.residency.learned import place, recall, remember
+from mlxbcd.engine.packing import PackingRanges
+from mlxbcd.residency.learned import Learned, place, recall, remember
 
 SECONDS = st.floats(1e-6, 10.0)
 
@@ -36,15 +37,17 @@ def test_a_file_for_each_model_and_circumstance(tmp_path: Path) -> None:
     assert place(tmp_path / "a", "cpu") in places
 
 
-def test_costs_are_kept_in_a_file_of_the_users_own(tmp_path: Path) -> None:
+def test_what_was_learnt_is_kept_in_a_file_of_the_users_own(tmp_path: Path) -> None:
     path = tmp_path / "costs" / "x.json"
-    assert recall(path) is None
-    remember(path, Costs())
+    assert recall(path) == Learned()
+    remember(path, Learned())
     assert not path.exists(), "nothing was measured"
     costs = Costs()
     costs.saw_piece(32, 0, 0.5)
-    remember(path, costs)
-    assert recall(path) == costs
+    packing = PackingRanges()
+    packing.saw(8, 40, 0.2, 0.25, packed=True)
+    remember(path, Learned(costs, packing))
+    assert recall(path) == Learned(costs, packing)
     assert path.parent.stat().st_mode & 0o077 == 0
     assert list(path.parent.iterdir()) == [path]
 
@@ -71,13 +74,15 @@ def saved(**other: Any) -> str:
         saved(token={}),
         saved(token={"weight": "nan", "x": 0, "y": 0, "spread": 0, "covariance": 0}),
         saved(token=None),
+        saved(packing={"8/40": {}}),
+        saved(packing=[1]),
     ],
 )
 def test_what_can_not_be_true_is_not_believed(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)
     with caplog.at_level(logging.WARNING):
-        assert recall(path) is None
+        assert recall(path) == Learned()
     assert len(caplog.records) == 1
 
 
@@ -85,5 +90,5 @@ def test_a_place_that_cannot_be_written_loses_only_the_costs(tmp_path: Path, cap
     (tmp_path / "costs").write_text("a file")
     costs = Costs()
     costs.saw_piece(32, 0, 0.5)
-    remember(tmp_path / "costs" / "x.json", costs)
+    remember(tmp_path / "costs" / "x.json", Learned(costs))
     assert "can't be kept" in caplog.text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -201,6 +203,23 @@ def test_separate_forwards_of_a_model_that_packs_compute_the_same_bits_as_before
     mx.eval(before)
     assert packing.inspect(forward, composed).packer is not None
     assert mx.array_equal(answer(forward, composed), before).item()
+
+
+@pytest.mark.parametrize("config", [LLAMA, SOFT_CAPPED, RECURRENT], ids=["together", "in turn", "recurrent"])
+def test_a_model_that_packs_goes_as_soon_as_nobody_uses_it(config: dict[str, Any]) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        subject = Subject(config)
+        turns, groups = subject.groups([subject.rows([3, 9]), subject.rows([5])], [1, 6])
+        mx.eval(subject.packer.run(groups))
+        for turn in turns:
+            turn.resolve()
+        weights = [weakref.ref(module) for _, module in subject.model.named_modules()]
+        del subject, turns, turn, groups
+        assert [ref for ref in weights if ref() is not None] == []
+    finally:
+        gc.enable()
 
 
 def test_rows_that_run_alone_never_pack() -> None:

@@ -17,8 +17,11 @@ from mlxbcd.methods.autoregressive import Ahead
 from mlxbcd.methods.events import Drawn, Event, Failed
 from mlxbcd.model import zoo
 from mlxbcd.model.forward import Forward
+from mlxbcd.model.packed import Packer
 from mlxbcd.plan.request import Request, Sampling
 from mlxbcd.sampling.sampler import RowSampler, sample
+from mlxbcd.spec.costs import VerifyCosts
+from mlxbcd.state import packing
 from mlxbcd.state.composition import Composition, inspect
 from mlxbcd.state.geometry import Key
 
@@ -71,11 +74,26 @@ def parts(name: str) -> tuple[Forward, Composition]:
     return Forward(model), inspect(model, config["model_type"])
 
 
-def make_executor(name: str = "llama", *, ahead: Ahead = Ahead.BUILD, alone: bool = False) -> Executor:
+@cache
+def packer(name: str) -> Packer:
+    """What runs packed forwards of a shared model."""
+    found = packing.inspect(*parts(name)).packer
+    assert found is not None
+    return found
+
+
+def make_executor(
+    name: str = "llama",
+    *,
+    ahead: Ahead = Ahead.BUILD,
+    alone: bool = False,
+    packs: bool = False,
+    verify: VerifyCosts | None = None,
+) -> Executor:
     forward, composition = parts(name)
     if alone:
         composition = dataclasses.replace(composition, reason="told to")
-    return Executor(forward, composition, VOCABULARY, ahead)
+    return Executor(forward, composition, VOCABULARY, ahead, verify=verify, packer=packer(name) if packs else None)
 
 
 def make_request(prompt: Sequence[int], max_tokens: int = 8, eos: Sequence[int] = (), **settings: Any) -> Request:
@@ -131,10 +149,13 @@ class Driver:
         piece: tuple[Key, int] | None = None,
         start: Sequence[tuple[Key, Request]] = (),
         leave: Sequence[Key | Leaving] = (),
+        packed: bool = False,
     ) -> Report:
         planned = Piece(*piece, ends=True) if piece is not None else None
         parting = [each if isinstance(each, Leaving) else Leaving(each) for each in leave]
-        self.report = self.executor.iterate(Iteration(decode, planned), start, parting, self.events.extend)
+        self.report = self.executor.iterate(
+            Iteration(decode, planned, packed=packed), start, parting, self.events.extend
+        )
         return self.report
 
     def step(

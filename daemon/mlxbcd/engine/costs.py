@@ -97,6 +97,11 @@ class Costs:
         """Expected seconds of a piece; 0 before any has been seen."""
         return self._fixed + width * self.token_s.at(context + width / 2) if self.widest else 0.0
 
+    def mixed(self, rows: int, width: int, context: int) -> float:
+        """Expected seconds of a decode step and a piece, one after the other; 0 before both kinds have been seen."""
+        known = self.step_s and self.widest
+        return self.step(rows) + self.piece(width, context) if known else 0.0
+
     def width(self, budget_s: float, context: int) -> int:
         """The widest piece expected to end within the budget; a single token if none does.
 

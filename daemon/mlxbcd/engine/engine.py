@@ -12,14 +12,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from mlxbcd.device import Device
 from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.faults import DeviceFault
-from mlxbcd.engine.runner import Leaving, Report, Runner
+from mlxbcd.engine.packing import PackingRanges
+from mlxbcd.engine.runner import Leaving, MixedCost, Report, Runner
 from mlxbcd.engine.scheduler import Iteration, Policy, Running, State, Waiting, decide
 from mlxbcd.errors import ServeError, outline
 from mlxbcd.methods.events import Drawn, End, Event, Failed, Prefilled, Speculated, owner, row_key
@@ -30,6 +31,9 @@ from mlxbcd.state.geometry import Key, capacity_for
 from mlxbcd.trace import Tracer
 
 log = logging.getLogger(__name__)
+
+_ALLOWANCE: Final = 1.2
+"""Times the decode gap that a forward may take which is run to learn from; it is a rare one."""
 
 
 class Listener(Protocol):
@@ -143,12 +147,14 @@ class Engine:
         policy: the scheduler's settings.
         on_fault: told once when the device can't be trusted any more; every request has failed by then.
         costs: what an earlier engine has learnt about this model on this machine.
+        packing: where it has found packed forwards to pay; None where there can't be any.
         shed: asked to let go of this many bytes that no row needs, before a request has to wait for them.
         active: told whenever what it does changes.
         tracer: told what it does, under this `name`.
 
     Attributes:
         costs: what the scheduler has learnt about this machine.
+        packing: where a decode step and a piece run as one forward; None where they can't.
         report: the newest iteration's.
         last_active: when it ended, in seconds of the monotonic clock.
     """
@@ -161,12 +167,14 @@ class Engine:
         on_fault: Callable[[DeviceFault], None],
         *,
         costs: Costs | None = None,
+        packing: PackingRanges | None = None,
         shed: Callable[[int], None] = lambda wanted: None,
         active: Callable[[Activity], None] = lambda activity: None,
         tracer: Tracer | None = None,
         name: str = "",
     ) -> None:
         self.costs = costs or Costs()
+        self.packing = packing
         self.report = Report()
         self.last_active = time.monotonic()
         self._policy = policy
@@ -336,7 +344,7 @@ class Engine:
                 at = (entry.position, entry.total, entry.since, entry.started)
                 waiting.append(Waiting(entry.key, *at, priority, entry.client, rows, need, ends))
         state = State(tuple(waiting), tuple(running), time.monotonic(), self._stepped, dict(self._served), self._pieces)
-        iteration = decide(state, self.costs, self._policy)
+        iteration = self._pack(decide(state, self.costs, self._policy), sum(rows_of.values()))
         start: list[tuple[Key, Request]] = []
         payer = ""
         if iteration.piece is not None:
@@ -346,6 +354,15 @@ class Engine:
                 entry.started = True
                 start.append((entry.key, entry.request))
         return iteration, _Bill(payer, rows_of), start
+
+    def _pack(self, iteration: Iteration, rows: int) -> Iteration:
+        """The iteration with its forwards as one, where that pays or is to be found out."""
+        piece = iteration.piece
+        if self.packing is None or piece is None or not iteration.decode or not rows:
+            return iteration
+        expected = self.costs.mixed(rows, piece.width, piece.begin or 0)
+        budget = _ALLOWANCE * iteration.gap_s
+        return replace(iteration, packed=self.packing.choose(rows, rows + piece.width, expected, budget))
 
     def _see(self, iteration: Iteration, bill: _Bill, report: Report) -> None:
         """Take in what an iteration cost. All its events are here: it sent them before it returned."""
@@ -358,9 +375,14 @@ class Engine:
             self._stepped = self.last_active
         for rows, seconds in report.steps:
             self.costs.saw_step(rows, seconds)
+        mixed = report.mixed
+        if mixed is not None and mixed.comparable and self.packing is not None:
+            expected = self.costs.mixed(mixed.rows, mixed.width, mixed.context)
+            self.packing.saw(mixed.rows, mixed.rows + mixed.width, mixed.seconds, expected, packed=mixed.packed)
         if piece is not None:
-            self._pieces += 1
             self.costs.saw_piece(piece.width, piece.context, piece.seconds)
+        if piece is not None or (mixed is not None and mixed.packed):
+            self._pieces += 1
         if report.token_bytes > self._token_bytes:
             self._token_bytes = report.token_bytes
             for entry in [entry for entry in self._entries.values() if not entry.started]:
@@ -390,11 +412,20 @@ class Engine:
 
     def _charge(self, bill: _Bill, report: Report) -> None:
         """Put the device's time on the accounts of those it was spent for."""
+        seconds, rows = sum(seconds for _, seconds in report.steps), sum(bill.rows.values())
         if report.piece is not None:
             self._pay(bill.piece, report.piece.seconds)
-        seconds, rows = sum(seconds for _, seconds in report.steps), sum(bill.rows.values())
+        if report.mixed is not None and report.mixed.packed:
+            own = self._step_share(report.mixed) if rows else 0.0
+            self._pay(bill.piece, (1 - own) * report.mixed.seconds)
+            seconds += own * report.mixed.seconds
         for client, count in bill.rows.items():
             self._pay(client, seconds * count / rows)
+
+    def _step_share(self, mixed: MixedCost) -> float:
+        """The part of a packed forward's time that is the decode step's, by what the two are expected to take apart."""
+        expected = self.costs.mixed(mixed.rows, mixed.width, mixed.context)
+        return self.costs.step(mixed.rows) / expected if expected else mixed.rows / (mixed.rows + mixed.width)
 
     def _pay(self, client: str, seconds: float) -> None:
         self._served[client] = self._served.get(client, 0.0) + seconds

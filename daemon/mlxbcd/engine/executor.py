@@ -12,21 +12,23 @@ import mlx.core as mx
 
 from mlxbcd.engine.faults import classify
 from mlxbcd.engine.reuse import Reuse
-from mlxbcd.engine.runner import Leaving, PieceCost, Report
+from mlxbcd.engine.runner import Leaving, MixedCost, PieceCost, Report
 from mlxbcd.engine.scheduler import Iteration, Piece
 from mlxbcd.errors import ServeError, outline
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Row
 from mlxbcd.methods.events import Emit, Event, Failed, Prefilled, owner, row_key
+from mlxbcd.methods.packed import PackedStep
 from mlxbcd.methods.speculative import WIDEST, SpeculativeGroup
 from mlxbcd.methods.step import StepBuilder
 from mlxbcd.model.forward import Forward, Group
+from mlxbcd.model.packed import Packer
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Draw, RowSampler, sample
 from mlxbcd.spec.costs import VerifyCosts
-from mlxbcd.state.alone import AloneRow
+from mlxbcd.state.alone import AloneRow, AloneTurn
 from mlxbcd.state.composition import Composition
 from mlxbcd.state.geometry import Key, capacity_for
-from mlxbcd.state.rows import Joiner, Rows
+from mlxbcd.state.rows import Joiner, Rows, Turn
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,16 @@ class Preparing:
 
 
 @dataclass(slots=True)
+class Offered:
+    """The forward that a piece makes, before it runs."""
+
+    preparing: Preparing
+    piece: Piece
+    turn: Turn | AloneTurn
+    group: Group
+
+
+@dataclass(slots=True)
 class Executor:
     """Runs iterations of one loaded model. Every method is for the device thread.
 
@@ -71,6 +83,7 @@ class Executor:
         steps: builds decode steps; eagerly if there is nothing.
         reuse: what rows take from the prefix cache and leave in it.
         verify: what windows of proposals cost; None decodes without any.
+        packer: runs a decode step and a piece as one forward; None where that can't be done.
     """
 
     forward: Forward
@@ -80,6 +93,7 @@ class Executor:
     steps: StepBuilder | None = None
     reuse: Reuse = field(default_factory=Reuse)
     verify: VerifyCosts | None = None
+    packer: Packer | None = None
     _group: DecodeGroup = field(init=False)
     _preparing: dict[Key, Preparing] = field(default_factory=dict, init=False)
     _ready: dict[Key, Preparing] = field(default_factory=dict, init=False)
@@ -114,17 +128,19 @@ class Executor:
             self._start(key, request, emit)
         if self._ready:
             self._let_join(emit)
-        if iteration.decode:
-            self._decode(emit)
-        piece = None
-        if iteration.piece is not None and iteration.piece.key in self._preparing:
-            piece = self._prefill(iteration.piece, emit)
-        rows = (*self._preparing.values(), *self._ready.values())
+        comparable, began = not self._group.flying, time.perf_counter()
+        rows, packed, piece = self._forwards(iteration, emit)
+        mixed = None
+        if piece is not None and rows and (packed or comparable):
+            seconds = time.perf_counter() - began
+            mixed = MixedCost(rows, piece.width, piece.context, seconds, packed, comparable)
+        preparing = (*self._preparing.values(), *self._ready.values())
         return Report(
             steps=tuple(self._group.timings()),
-            piece=piece,
-            running=(*self._group.keys, *(row.key for preparing in self._ready.values() for row in preparing.rows)),
-            kv_bytes=self._group.nbytes + sum(preparing.state.nbytes for preparing in rows),
+            piece=None if packed else piece,
+            mixed=mixed,
+            running=(*self._group.keys, *(row.key for ready in self._ready.values() for row in ready.rows)),
+            kv_bytes=self._group.nbytes + sum(each.state.nbytes for each in preparing),
             token_bytes=self._token_bytes,
             active_bytes=mx.get_active_memory(),
             cache_bytes=mx.get_cache_memory(),
@@ -190,12 +206,35 @@ class Executor:
                     self._fail([row.key], error, emit)
         self._ready.clear()
 
-    def _decode(self, emit: Emit) -> None:
-        self._guard(lambda: self._group.step(emit), emit)
+    def _forwards(self, iteration: Iteration, emit: Emit) -> tuple[int, bool, PieceCost | None]:
+        """Run the iteration's decode step and piece, as one forward if it says so and both make one.
+
+        Returns:
+            rows of the step, 0 if there was none or it was more than a step; whether it was one forward; and the piece.
+        """
+        offered = step = failure = None
+        if iteration.decode and iteration.packed and self.packer is not None:
+            offered = self._offer(iteration.piece, emit)
+            if offered is not None:
+                step = PackedStep(self.forward, self.packer, offered.group)
+        if iteration.decode:
+            failure = self._decode(emit, step)
+        if step is not None and step.failed and offered is not None and failure is not None:
+            self._give_up(offered.preparing, failure, emit)
+            return 0, False, None
+        packed = step is not None and step.rows > 0
+        rows = step.rows if step is not None and packed else self._group.flying
+        offered = offered or self._offer(iteration.piece, emit)
+        return rows, packed, self._prefill(offered, step, emit) if offered is not None else None
+
+    def _decode(self, emit: Emit, step: PackedStep | None) -> ServeError | None:
+        """A decode step; why it failed, if it did."""
+        failure = self._guard(lambda: self._group.step(emit, step), emit)
         self._steps += 1
         if self._steps % _CLEAR_EVERY_STEPS == 0:
             self._guard(lambda: self._group.keep(emit, _resumable, self._settled), emit)
             mx.clear_cache()
+        return failure
 
     def _settled(self, row: Row, state: Rows) -> None:
         """A row has ended, or may have to be continued elsewhere."""
@@ -205,22 +244,43 @@ class Executor:
         if isinstance(preparing.state, Rows):
             self.reuse.keep(preparing.key, preparing.request, preparing.tokens, length, preparing.state)
 
-    def _prefill(self, piece: Piece, emit: Emit) -> PieceCost | None:
-        preparing = self._preparing[piece.key]
-        context = preparing.position
-        if piece.begin not in (None, context):
-            # It was restored further than anybody knew, or not as far: the next piece is another one.
+    def _offer(self, piece: Piece | None, emit: Emit) -> Offered | None:
+        """Begin the turn of a piece; None where it makes no forward."""
+        preparing = self._preparing.get(piece.key) if piece is not None else None
+        if piece is None or preparing is None or piece.begin not in (None, preparing.position):
+            # The row is gone, or it was restored further than anybody knew, or not as far: the next piece is another.
             return None
+        begin = preparing.position
         try:
-            draw, written = self._advance(preparing, piece)
-            self._guard(self._group.wait, emit)
+            turn = preparing.state.begin(piece.width, planned=preparing.planned)
+        except Exception as error:
+            self._give_up(preparing, error, emit)
+            return None
+        ids = mx.array([preparing.tokens[begin : begin + piece.width]], dtype=mx.int32)
+        return Offered(preparing, piece, turn, Group(ids, turn.caches))
+
+    def _prefill(self, offered: Offered, step: PackedStep | None, emit: Emit) -> PieceCost | None:
+        """Compute an offered forward, unless a step has brought it along, and what follows from it."""
+        preparing, piece = offered.preparing, offered.piece
+        context = preparing.position
+        packed = step is not None and step.rows > 0
+        computing = False
+        try:
+            draw, written = self._advance(offered, step)
+            failure = self._guard(self._group.wait, emit)
+            if packed and failure is not None:
+                self._give_up(preparing, failure, emit)
+                return None
             began = time.perf_counter()
+            computing = True
             samples = draw.read() if draw is not None else []
             mx.eval(written)
             seconds = time.perf_counter() - began
         except Exception as error:
-            del self._preparing[piece.key]
-            self._fail([piece.key], error, emit)
+            failure = self._give_up(preparing, error, emit)
+            if packed and computing:
+                # What failed was computed for both.
+                self._fail(self._group.discard(), failure, emit)
             return None
         if piece.ends:
             # Decode has no use for activations of that size, and whatever was submitted has been computed by now.
@@ -242,12 +302,14 @@ class Executor:
             self.reuse.prompt_done(piece.key, request, preparing.tokens, preparing.state)
         return PieceCost(piece.width, context, seconds)
 
-    def _advance(self, preparing: Preparing, piece: Piece) -> tuple[Draw | None, list[mx.array]]:
-        """Build the graph of a piece: the first sample if it ends the prompt, and the state it writes."""
-        begin, end = preparing.position, preparing.position + piece.width
-        turn = preparing.state.begin(piece.width, planned=preparing.planned)
-        ids = mx.array([preparing.tokens[begin:end]], dtype=mx.int32)
-        (hidden,) = self.forward.run([Group(ids, turn.caches)])
+    def _advance(self, offered: Offered, step: PackedStep | None) -> tuple[Draw | None, list[mx.array]]:
+        """Build what a piece's graph still lacks: its forward, the first sample if it ends the prompt; and the state it
+        writes."""
+        preparing, piece, turn = offered.preparing, offered.piece, offered.turn
+        end = preparing.position + piece.width
+        hidden = step.take() if step is not None else None
+        if hidden is None:
+            (hidden,) = self.forward.run([offered.group])
         draw = None
         if end == len(preparing.tokens):
             logits = self.forward.head(hidden[:, -1:])[:, -1]
@@ -260,14 +322,24 @@ class Executor:
         preparing.position, preparing.planned = end, piece.ends
         return draw, written
 
-    def _guard(self, work: Callable[[], None], emit: Emit) -> None:
-        """Do a piece of the decode group's work; if it raises, the group's rows fail and its state is let go."""
+    def _guard(self, work: Callable[[], None], emit: Emit) -> ServeError | None:
+        """Do a piece of the decode group's work; if it raises, the group's rows fail and its state is let go.
+
+        Returns:
+            Why they failed, if they did.
+        """
         try:
             work()
         except Exception as error:
-            self._fail(self._group.discard(), error, emit)
+            return self._fail(self._group.discard(), error, emit)
+        return None
 
-    def _fail(self, keys: Sequence[Key], error: Exception, emit: Emit) -> None:
+    def _give_up(self, preparing: Preparing, error: Exception, emit: Emit) -> ServeError:
+        """A row in preparation fails, and its state is let go."""
+        self._preparing.pop(preparing.key, None)
+        return self._fail([preparing.key], error, emit)
+
+    def _fail(self, keys: Sequence[Key], error: Exception, emit: Emit) -> ServeError:
         failure = classify(error)
         if failure is error:
             # An exception that was raised holds the frames it passed, and their arrays: what leaves is a fresh one.
@@ -275,6 +347,7 @@ class Executor:
         else:
             log.error("the forward of rows %s failed: %s", list(keys), outline(error))
         emit([Failed(key, failure) for key in keys])
+        return failure
 
 
 def _nobody(events: Sequence[Event]) -> None:

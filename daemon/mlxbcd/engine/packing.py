@@ -96,6 +96,11 @@ class PackingRanges:
     def __init__(self) -> None:
         self._ranges: dict[tuple[int, int], Range] = {}
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PackingRanges) and self._ranges == other._ranges
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __repr__(self) -> str:
         paying = [f"{riding}/{total}: {gain:.2f}" for riding, total, gain in self.paying()]
         return f"PackingRanges({', '.join(paying) or 'nothing pays'})"
@@ -131,8 +136,8 @@ class PackingRanges:
             if known.packs
         ]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for `from_dict`, to be kept across restarts."""
+    def saved(self) -> dict[str, Any]:
+        """Plain values for `restored`, to be kept across restarts."""
         return {
             f"{riding}/{total}": {
                 "separate": [known.separate.seen, known.separate.ratio],
@@ -145,15 +150,15 @@ class PackingRanges:
         }
 
     @classmethod
-    def from_dict(cls, kept: Mapping[str, Any]) -> PackingRanges:
-        """What `to_dict` gave.
+    def restored(cls, saved: Mapping[str, Any]) -> PackingRanges:
+        """What `saved` gave.
 
         Raises:
-            ValueError: it didn't give that.
+            ValueError: it is nothing that `saved` gives.
         """
         ranges = cls()
         try:
-            for name, entry in kept.items():
+            for name, entry in saved.items():
                 riding, total = map(int, name.split("/"))
                 known = Range(
                     _figure(*entry["separate"]),

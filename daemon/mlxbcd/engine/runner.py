@@ -22,6 +22,24 @@ class PieceCost:
 
 
 @dataclass(frozen=True, slots=True)
+class MixedCost:
+    """What a decode step of `rows` rows and a prefill forward took together, the host's work included.
+
+    Attributes:
+        width, context: see `PieceCost`.
+        packed: they were one forward.
+        comparable: the device had nothing else to do.
+    """
+
+    rows: int
+    width: int
+    context: int
+    seconds: float
+    packed: bool
+    comparable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Leaving:
     """A row that leaves although it has not ended by itself.
 
@@ -40,8 +58,9 @@ class Report:
     """What an iteration cost, and what is left on the device after it.
 
     Attributes:
-        steps: (rows, seconds) of each decode step computed in it.
-        piece: its prefill forward, if there was one.
+        steps: (rows, seconds) of each decode step computed in it by itself.
+        piece: its prefill forward, if there was one by itself.
+        mixed: both together, if there were both.
         running: rows in decode or about to join it.
         kv_bytes: bytes of all row states.
         token_bytes: bytes of state per position of its capacity, of the row whose prompt ended in it; 0 if none did.
@@ -50,6 +69,7 @@ class Report:
 
     steps: tuple[tuple[int, float], ...] = ()
     piece: PieceCost | None = None
+    mixed: MixedCost | None = None
     running: tuple[Key, ...] = ()
     kv_bytes: int = 0
     token_bytes: float = 0.0

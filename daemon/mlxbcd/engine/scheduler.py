@@ -8,6 +8,7 @@ longest. A row that has waited past the starving bound gets every fourth piece, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -165,11 +166,15 @@ class Iteration:
 
     Attributes:
         blocked: a row that can't start for want of this many bytes, once something else has let go of them.
+        gap_s: how long the running rows should wait for this, at most.
+        packed: the first forward of each runs as one, where both make one.
     """
 
     decode: bool
     piece: Piece | None
     blocked: int = 0
+    gap_s: float = field(default=math.inf, compare=False)
+    packed: bool = False
 
     @property
     def empty(self) -> bool:
@@ -191,22 +196,21 @@ def decide(state: State, costs: Costs, policy: Policy) -> Iteration:
     if not candidates:
         return Iteration(decode, None, blocked)
     row = _choose(candidates, state, policy)
-    budget = policy.max_piece_s
+    budget, gap = policy.max_piece_s, math.inf
     if decode:
         if all(other.priority is Priority.BACKGROUND for other in state.running):
             # Nobody watches these rows: they wait for a keystroke's prompt, though not for ever.
             urgent = row.priority is Priority.INTERACTIVE
             decode = not urgent or state.now - state.stepped >= policy.background_gap_s
         else:
-            gap = policy.decode_gap_s
-            if gap is None:
-                gap = costs.gap_s(running, row.position, policy.floor_gap_s)
+            wanted = policy.decode_gap_s
+            gap = costs.gap_s(running, row.position, policy.floor_gap_s) if wanted is None else wanted
             budget = min(budget, gap - costs.step(running))
     left = row.planned_end(policy.planned_chunk) - row.position
     width = min(costs.width(budget, row.position), left)
     whole = width == left and row.position % policy.planned_chunk == 0
     phase = Phase.DECODE if width == 1 else Phase.CHUNK if whole else Phase.TAIL
-    return Iteration(decode, Piece(row.key, width, width == left, phase, row.position), blocked)
+    return Iteration(decode, Piece(row.key, width, width == left, phase, row.position), blocked, gap)
 
 
 def _candidates(state: State, policy: Policy) -> tuple[list[Waiting], int]:

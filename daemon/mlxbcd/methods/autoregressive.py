@@ -115,6 +115,7 @@ class Flight:
         begun_at: when the device was given its forward, if that was before its draw.
         submitted_at: when the device was given the first of it; None while it is only a graph.
         timed: its time has been taken.
+        shared: its forward was another group's too, so its time says nothing about a step.
         read: the rows have taken their samples.
     """
 
@@ -123,6 +124,7 @@ class Flight:
     begun_at: float | None = None
     submitted_at: float | None = None
     timed: bool = False
+    shared: bool = False
     read: bool = False
 
     def submit(self) -> None:
@@ -178,6 +180,11 @@ class DecodeGroup:
         return list(self._rows)
 
     @property
+    def flying(self) -> int:
+        """Rows of the step that the device may be at; 0 if nothing of the group runs."""
+        return len(self._flight.rows) if self._flight is not None and not self._flight.timed else 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the group's state."""
         return self._state.nbytes if self._state is not None else 0
@@ -220,14 +227,19 @@ class DecodeGroup:
             self._deliver(flight, emit)
         self._drop([key for key, row in self._rows.items() if row.ended])
 
-    def step(self, emit: Emit) -> None:
-        """One decode step: build the next one, then read the one in flight (see `Ahead`)."""
+    def step(self, emit: Emit, shared: StepBuilder | None = None) -> None:
+        """One decode step: build the next one, then read the one in flight (see `Ahead`).
+
+        Args:
+            shared: builds this step, if there is one to build, in a forward that it shares with another group.
+        """
         if any(row.exhausted for row in self._rows.values()) or self._unsettled():
             self.settle(emit)
         if not self._rows:
             return
         last, self._flight = self._flight, None
-        ahead = self._build(last, emit)
+        ahead = self._build(last, emit, shared or self._steps)
+        ahead.shared = shared is not None
         if last is None or self._ahead is Ahead.RUN:
             ahead.submit()
         if last is not None:
@@ -270,7 +282,7 @@ class DecodeGroup:
     def _unsettled(self) -> bool:
         return self._state is not None and self._state.unsettled(1)
 
-    def _build(self, last: Flight | None, emit: Emit) -> Flight:
+    def _build(self, last: Flight | None, emit: Emit, steps: StepBuilder) -> Flight:
         state = self._state
         assert state is not None
         turn = state.begin(1)
@@ -281,10 +293,10 @@ class DecodeGroup:
         else:
             ids = last.draw.tokens
         if last is None or not samplers.wait:
-            draw = self._steps.build(turn, ids, samplers)
+            draw = steps.build(turn, ids, samplers)
             turn.resolve()
             return Flight(rows, draw)
-        logits = self._steps.logits(turn, ids)
+        logits = steps.logits(turn, ids)
         turn.resolve()
         begun = self._begin(logits) if self._ahead is Ahead.RUN else None
         self._deliver(last, emit)
@@ -324,7 +336,8 @@ class DecodeGroup:
         assert flight.submitted_at is not None
         mx.eval(*flight.draw.arrays)
         now = time.perf_counter()
-        self._timings.append((len(flight.rows), now - max(flight.submitted_at, self._free_at)))
+        if not flight.shared:
+            self._timings.append((len(flight.rows), now - max(flight.submitted_at, self._free_at)))
         self._free_at = now
         flight.timed = True
 

@@ -140,8 +140,8 @@ class SpeculativeGroup(DecodeGroup):
         if self._depth is not None:
             self._depth.renew()
 
-    def step(self, emit: Emit) -> None:
-        """One round, or one plain step."""
+    def step(self, emit: Emit, shared: StepBuilder | None = None) -> None:
+        """One round, or one plain step. A round's forward is its own: see `DecodeGroup.step` for `shared`."""
         if self._flight is not None and self._waits():
             self.settle(emit)
         if self._flight is None:
@@ -150,7 +150,7 @@ class SpeculativeGroup(DecodeGroup):
             if self._rows and (windows := self._windows()):
                 self._round(windows, emit)
                 return
-        super().step(emit)
+        super().step(emit, shared)
 
     def discard(self) -> list[Key]:
         self._speculations.clear()
@@ -341,7 +341,7 @@ class SpeculativeGroup(DecodeGroup):
     def _time(self, flight: Flight) -> None:
         timed = flight.timed
         super()._time(flight)
-        if not timed:
+        if not timed and not flight.shared:
             self._costs.saw_plain(*self._timings[-1])
 
     def _drop(self, keys: list[Key]) -> None:

@@ -24,6 +24,7 @@ class Off(Enum):
     UNFIXED = "the model's state changes its shape from step to step"
     WAITS = "what a row may draw depends on its token before, so its draw comes apart"
     SLOWER = "it was measured, and is not faster"
+    PACKED = "it shares its forward with a prompt's piece"
 
 
 class StepBuilder(Protocol):

@@ -137,140 +137,74 @@ class Tap:
             raise Enough
 
 
-class Packer:
-    """Runs packed forwards of one model, once `discover` has found its mixers.
+class _Calls:
+    """What calls of mixers, and of the modules in them, pass through.
 
-    Args:
-        rows: see `Form`.
+    The classes of these modules hold this, so it holds none of them: a model that nobody uses any more goes at once.
 
     Attributes:
-        mixers: the modules that keep groups apart.
+        form: of the packed forward that is being built.
+        together: identities of the mixers that run so.
+        tried: the mixers found so far, while they are looked for.
     """
 
-    def __init__(self, forward: Forward, *, rows: bool = False) -> None:
-        self.mixers: list[nn.Module] = []
-        self._together: set[int] = set()
-        self._forward = forward
-        self._rows = rows
-        self._form: Form | None = None
+    def __init__(self) -> None:
+        self.form: Form | None = None
+        self.together: set[int] = set()
+        self.tried: dict[int, nn.Module] = {}
+        self.outer: set[int] = set()
+        self.tap: Tap | None = None
         self._inside = False
         self._mixing: Mixing | None = None
-        self._tap: Tap | None = None
 
-    def __repr__(self) -> str:
-        how = {f"{type(mixer).__name__}{'' if id(mixer) in self._together else ' in turn'}" for mixer in self.mixers}
-        return f"Packer({', '.join(sorted(how))}{', tokens as rows' if self._rows else ''})"
-
-    def run(self, groups: Sequence[Group]) -> list[mx.array]:
-        """Hidden states [B, N, D] of every group, in order, from one forward, which advances each group's caches.
-
-        If it raises, no group's caches can be trusted.
-        """
-        form = Form([(group.ids.shape[0], group.ids.shape[1]) for group in groups], rows=self._rows)
-        ids = form.join([group.ids.astype(mx.int32) for group in groups])
-        layers = enumerate(zip(*(group.caches for group in groups), strict=True))
-        views = [PackedView(views, form, layer, rows=self._rows) for layer, views in layers]
-        self._form = form
+    def attempt(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call of any module while mixers are looked for."""
+        shared = any(map(_is_shared, (*args, *kwargs.values())))
+        if self._inside or not shared or id(module) in self.outer:
+            return plain(module, *args, **kwargs)
+        if id(module) in self.tried:
+            return self._mix(plain, module, args, kwargs)
+        with suppress(Exception):
+            return plain(module, *args, **kwargs)
+        self.together.add(id(module))
         try:
-            hidden = self._forward.hidden(ids, views)
-        finally:
-            self._form = None
-        return form.split(hidden)
-
-    def discover(self, groups: Sequence[Group]) -> list[tuple[str, int | None]]:
-        """Find the mixers with a packed forward over `groups`, whose graph is built only; see `Tap.calls`.
-
-        A module that fails with what belongs to several groups is tried together, then in turn; if it fails then too,
-        whoever called it is tried. The caches are no good afterwards.
-
-        Raises:
-            Unpackable: what fails holds several layers.
-        """
-        mixers: dict[int, nn.Module] = {}
-        outer = _holders_of_layers(self._forward.model)
-
-        def attempt(plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-            shared = any(map(_is_shared, (*args, *kwargs.values())))
-            if self._inside or not shared or id(module) in outer:
-                return plain(module, *args, **kwargs)
-            if id(module) in mixers:
-                return self._mix(plain, module, args, kwargs)
-            with suppress(Exception):
-                return plain(module, *args, **kwargs)
-            self._together.add(id(module))
-            try:
-                answer = self._mix(plain, module, args, kwargs)
-            except Exception:
-                self._together.remove(id(module))
-                answer = self._mix(plain, module, args, kwargs)
-            mixers[id(module)] = module
-            return answer
-
-        tap = self._tap = Tap()
-        modules = {id(module): module for _, module in self._forward.model.named_modules()}
-        plain_classes = [(module, swap(module, attempt)) for module in modules.values()]
-        try:
-            self.run(groups)
-        except Unpackable:
-            raise
-        except Exception as error:
-            raise Unpackable(str(error)) from error
-        finally:
-            self._tap = None
-            for module, plain in plain_classes:
-                module.__class__ = plain
-        self._bind(list(mixers.values()))
-        return tap.calls
-
-    @contextmanager
-    def tapped(self, limit: int) -> Iterator[Tap]:
-        """Take down the first `limit` calls of mixers in the one forward that runs inside, and end it with them."""
-        self._tap = tap = Tap(limit)
-        try:
-            yield tap
-        except Enough:
-            pass
-        finally:
-            self._tap = None
-
-    def _bind(self, mixers: list[nn.Module]) -> None:
-        self.mixers = mixers
-        turns = [mixer for mixer in mixers if id(mixer) not in self._together]
-        inside = {id(module): module for mixer in turns for _, module in mixer.named_modules() if module is not mixer}
-        for module in inside.values():
-            if isinstance(module, _POSITION_WISE):
-                swap(module, self._project)
-        for mixer in mixers:
-            swap(mixer, self._call)
-
-    def _call(self, plain: Callable[..., Any], mixer: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._form is not None and not self._inside:
-            return self._mix(plain, mixer, args, kwargs)
-        answer = plain(mixer, *args, **kwargs)
-        if self._tap is not None and not self._inside:
-            self._tap.see([_first(answer)], type(mixer).__name__)
+            answer = self._mix(plain, module, args, kwargs)
+        except Exception:
+            self.together.remove(id(module))
+            answer = self._mix(plain, module, args, kwargs)
+        self.tried[id(module)] = module
         return answer
 
-    def _project(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def call(self, plain: Callable[..., Any], mixer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call of a mixer."""
+        if self.form is not None and not self._inside:
+            return self._mix(plain, mixer, args, kwargs)
+        answer = plain(mixer, *args, **kwargs)
+        if self.tap is not None and not self._inside:
+            self.tap.see([_first(answer)], type(mixer).__name__)
+        return answer
+
+    def project(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call of a position-wise module inside a mixer whose groups take turns."""
         if self._mixing is None:
             return plain(module, *args, **kwargs)
         return self._mixing.project(plain, module, args, kwargs)
 
     def _mix(self, plain: Callable[..., Any], mixer: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a mixer for all groups."""
-        form = self._form
+        form = self.form
         assert form is not None
         self._inside = True
         try:
-            run = self._run_together if id(mixer) in self._together else self._run_in_turn
+            run = self._run_together if id(mixer) in self.together else self._run_in_turn
             answer = run(form, plain, mixer, args, kwargs)
         finally:
             self._inside = False
-        if self._tap is not None:
+        if self.tap is not None:
             layers = [value.layer for value in (*args, *kwargs.values()) if isinstance(value, PackedView)]
             whole = _first(answer)
             parts = form.split(whole) if isinstance(whole, mx.array) else []
-            self._tap.see(parts, type(mixer).__name__, layers[0] if layers else None)
+            self.tap.see(parts, type(mixer).__name__, layers[0] if layers else None)
         return answer
 
     def _run_together(self, form: Form, plain: Callable[..., Any], mixer: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -293,6 +227,92 @@ class Packer:
             self._mixing = None
 
 
+class Packer:
+    """Runs packed forwards of one model, once `discover` has found its mixers.
+
+    Args:
+        rows: see `Form`.
+
+    Attributes:
+        mixers: the modules that keep groups apart.
+    """
+
+    def __init__(self, forward: Forward, *, rows: bool = False) -> None:
+        self.mixers: list[nn.Module] = []
+        self._calls = _Calls()
+        self._forward = forward
+        self._rows = rows
+
+    def __repr__(self) -> str:
+        together = self._calls.together
+        how = {f"{type(mixer).__name__}{'' if id(mixer) in together else ' in turn'}" for mixer in self.mixers}
+        return f"Packer({', '.join(sorted(how))}{', tokens as rows' if self._rows else ''})"
+
+    def run(self, groups: Sequence[Group]) -> list[mx.array]:
+        """Hidden states [B, N, D] of every group, in order, from one forward, which advances each group's caches.
+
+        If it raises, no group's caches can be trusted.
+        """
+        form = Form([(group.ids.shape[0], group.ids.shape[1]) for group in groups], rows=self._rows)
+        ids = form.join([group.ids.astype(mx.int32) for group in groups])
+        layers = enumerate(zip(*(group.caches for group in groups), strict=True))
+        views = [PackedView(views, form, layer, rows=self._rows) for layer, views in layers]
+        self._calls.form = form
+        try:
+            hidden = self._forward.hidden(ids, views)
+        finally:
+            self._calls.form = None
+        return form.split(hidden)
+
+    def discover(self, groups: Sequence[Group]) -> list[tuple[str, int | None]]:
+        """Find the mixers with a packed forward over `groups`, whose graph is built only; see `Tap.calls`.
+
+        A module that fails with what belongs to several groups is tried together, then in turn; if it fails then too,
+        whoever called it is tried. The caches are no good afterwards.
+
+        Raises:
+            Unpackable: what fails holds several layers.
+        """
+        calls, model = self._calls, self._forward.model
+        tap = calls.tap = Tap()
+        calls.outer = _holders_of_layers(model)
+        modules = {id(module): module for _, module in model.named_modules()}
+        plain_classes = [(module, swap(module, calls.attempt)) for module in modules.values()]
+        try:
+            self.run(groups)
+        except Unpackable:
+            raise
+        except Exception as error:
+            raise Unpackable(str(error)) from error
+        finally:
+            for module, plain in plain_classes:
+                module.__class__ = plain
+            calls.tap = None
+            self.mixers, calls.tried = list(calls.tried.values()), {}
+        self._bind()
+        return tap.calls
+
+    @contextmanager
+    def tapped(self, limit: int) -> Iterator[Tap]:
+        """Take down the first `limit` calls of mixers in the one forward that runs inside, and end it with them."""
+        tap = self._calls.tap = Tap(limit)
+        try:
+            yield tap
+        except Enough:
+            pass
+        finally:
+            self._calls.tap = None
+
+    def _bind(self) -> None:
+        turns = [mixer for mixer in self.mixers if id(mixer) not in self._calls.together]
+        inside = {id(module): module for mixer in turns for _, module in mixer.named_modules() if module is not mixer}
+        for module in inside.values():
+            if isinstance(module, _POSITION_WISE):
+                swap(module, self._calls.project)
+        for mixer in self.mixers:
+            swap(mixer, self._calls.call)
+
+
 def _first(answer: Any) -> Any:
     return answer[0] if isinstance(answer, tuple) else answer
 
@@ -309,8 +329,7 @@ def _is_shared(value: Any) -> bool:
 def _holders_of_layers(model: nn.Module) -> set[int]:
     """The identities of the modules that hold layers: the model, its trunk, and what is between them."""
     layers = {id(layer) for layer in model.layers}
-    return {
-        id(holder)
-        for _, holder in model.named_modules()
-        if any(id(module) in layers for _, module in holder.named_modules() if module is not holder)
-    }
+    named = list(model.named_modules())
+    paths = [path.split(".") for path, module in named if id(module) in layers]
+    above = {".".join(path[:n]) for path in paths for n in range(len(path))}
+    return {id(module) for path, module in named if path in above}

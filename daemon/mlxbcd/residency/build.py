@@ -21,6 +21,7 @@ from mlxbcd.model.load import Cancelled, Loaded, context_length, load
 from mlxbcd.plan.resolve import Capabilities
 from mlxbcd.spec.costs import VerifyCosts
 from mlxbcd.spec.drafter import LOOKUP
+from mlxbcd.state import packing
 from mlxbcd.state.composition import Composition, inspect
 
 
@@ -37,6 +38,7 @@ class Built:
         reason: why rows run alone; empty where they share a batch.
         capabilities: what a request's plan may count on.
         drafters: names of those that it has.
+        apart: why a decode step and a prompt's piece are never one forward; empty where they may be.
     """
 
     executor: Executor
@@ -48,10 +50,12 @@ class Built:
     reason: str
     capabilities: Capabilities
     drafters: tuple[str, ...] = ()
+    apart: str = ""
 
     def __repr__(self) -> str:
         placement = f"alone: {self.reason}" if self.reason else "continuous"
-        return f"Built({self.dtype}, {self.bytes / 1e6:.0f} MB, context {self.context}, {placement})"
+        apart = f", nothing packed: {self.apart}" if self.apart and not self.reason else ""
+        return f"Built({self.dtype}, {self.bytes / 1e6:.0f} MB, context {self.context}, {placement}{apart})"
 
     def close(self) -> None:
         """Let the weights go. On the device thread, once nobody else holds the executor."""
@@ -90,7 +94,8 @@ def _assemble(loaded: Loaded) -> Built:
     ahead = _ahead(forward, composition, vocab_size)
     reversible = composition.batches and not composition.rollback_reason
     verify = VerifyCosts(verify_curve(forward, composition, vocab_size)) if reversible else None
-    executor = Executor(forward, composition, vocab_size, ahead, _steps(forward), verify=verify)
+    packs = packing.inspect(forward, composition)
+    executor = Executor(forward, composition, vocab_size, ahead, _steps(forward), verify=verify, packer=packs.packer)
     drafters = (LOOKUP,) if reversible else ()
     return Built(
         executor,
@@ -107,6 +112,7 @@ def _assemble(loaded: Loaded) -> Built:
             drafts=bool(drafters),
         ),
         drafters=drafters,
+        apart=str(packs),
     )
 
 

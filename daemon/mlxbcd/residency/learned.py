@@ -10,14 +10,24 @@ import hashlib
 import json
 import logging
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlxbc import paths
 from mlxbcd.engine.costs import Costs
+from mlxbcd.engine.packing import PackingRanges
 
 log = logging.getLogger(__name__)
 
 _VERSION = 1
+
+
+@dataclass(slots=True)
+class Learned:
+    """What one engine has learnt."""
+
+    costs: Costs = field(default_factory=Costs)
+    packing: PackingRanges = field(default_factory=PackingRanges)
 
 
 def place(directory: Path, *circumstances: str) -> Path:
@@ -31,25 +41,26 @@ def place(directory: Path, *circumstances: str) -> Path:
     return paths.cache_dir() / "costs" / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
 
-def recall(path: Path) -> Costs | None:
-    """The costs kept there; None if there are none that make sense."""
+def recall(path: Path) -> Learned:
+    """What is kept there; nothing learnt if nothing there makes sense."""
     try:
-        return Costs.restored(json.loads(path.read_bytes()))
+        kept = json.loads(path.read_bytes())
+        return Learned(Costs.restored(kept), PackingRanges.restored(kept.get("packing", {})))
     except FileNotFoundError:
-        return None
+        return Learned()
     except (OSError, ValueError) as error:
         log.warning("measured costs are not taken from %s: %s", path.name, error)
-        return None
+        return Learned()
 
 
-def remember(path: Path, costs: Costs) -> None:
-    """Keep costs, unless nothing has been measured. A failure is logged."""
-    if not costs.widest:
+def remember(path: Path, learned: Learned) -> None:
+    """Keep it, unless nothing has been measured. A failure is logged."""
+    if not learned.costs.widest:
         return
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary.write_text(json.dumps(costs.saved()))
+        temporary.write_text(json.dumps(learned.costs.saved() | {"packing": learned.packing.saved()}))
         temporary.replace(path)
     except OSError as error:
         log.warning("measured costs can't be kept: %s", error)

@@ -16,6 +16,7 @@ from mlxbcd.device import Device
 from mlxbcd.engine.budget import MemoryBudget
 from mlxbcd.engine.engine import Engine
 from mlxbcd.engine.faults import DeviceFault
+from mlxbcd.engine.packing import PackingRanges
 from mlxbcd.engine.scheduler import Policy
 from mlxbcd.errors import ServeError
 from mlxbcd.model.load import expands
@@ -275,7 +276,9 @@ class Residency:
 
     async def _close(self, resident: Resident) -> None:
         await resident.engine.close()
-        await self._workers.offload(learned.remember, resident.costs_at, resident.engine.costs)
+        engine = resident.engine
+        known = learned.Learned(engine.costs, engine.packing or PackingRanges())
+        await self._workers.offload(learned.remember, resident.costs_at, known)
         await self._device.run(resident.built.close)
         self.budget.forget(resident.source.path)
         self.keeper.settle()
@@ -333,13 +336,14 @@ class Residency:
         try:
             words, built = await self._read_into_room(loading)
             kept = learned.place(source.path, built.device, built.dtype)
-            costs = await self._workers.offload(learned.recall, kept)
+            known = await self._workers.offload(learned.recall, kept)
             engine = Engine(
                 self._device,
                 built.executor,
                 self._policy_of(built),
                 self._on_fault,
-                costs=costs,
+                costs=known.costs,
+                packing=None if built.apart else known.packing,
                 shed=self.keeper.relieve_soon,
                 tracer=self._tracer,
                 name=source.name,

@@ -54,6 +54,12 @@ class Packing:
     reason: NotPacked | None = None
     detail: str = ""
 
+    def __str__(self) -> str:
+        """Why not, for a person; empty where they do."""
+        if self.reason is None:
+            return ""
+        return f"{self.reason.value} ({self.detail})" if self.detail else self.reason.value
+
 
 def inspect(forward: Forward, composition: Composition) -> Packing:
     """Try packed forwards of a model that has just been loaded. On the device thread."""
