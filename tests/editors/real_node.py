@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -41,6 +42,14 @@ def package(directory: Path) -> Path:
     built = directory / "mlxbc.vsix"
     subprocess.run([TOOLS / "vsce", *arguments, built], cwd=copy, check=True, stdin=subprocess.DEVNULL)
     return built
+
+
+def installed(directory: Path) -> Path:
+    """The extension's entry, unpacked from its package as the editor does it."""
+    with zipfile.ZipFile(package(directory)) as archive:
+        archive.extractall(directory / "installed")
+    root = directory / "installed" / "extension"
+    return root / str(msgspec.json.decode((root / "package.json").read_bytes())["main"])
 
 
 class Node:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -13,7 +11,7 @@ from typing import Any, TypeAlias
 import pytest
 from fake_service import FakeDaemon, FakeJob
 from real_daemon import Daemon
-from real_node import EXTENSION, Node, missing, node, package
+from real_node import EXTENSION, Node, installed, missing, node
 
 from mlxbc import wire
 from mlxbc.paths import socket_path
@@ -28,17 +26,8 @@ NEW_CANCELLATION = "host.source = new vscode.CancellationTokenSource();"
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The extension as the editor unpacks it."""
-    directory = tmp_path_factory.mktemp("extension")
-    with zipfile.ZipFile(package(directory)) as archive:
-        archive.extractall(directory / "installed")
-    return directory / "installed" / "extension"
-
-
-@pytest.fixture
-def entry(installed: Path) -> Path:
-    return installed / str(json.loads((installed / "package.json").read_text())["main"])
+def entry(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return installed(tmp_path_factory.mktemp("extension"))
 
 
 @pytest.fixture
@@ -86,8 +75,9 @@ def contents(job: FakeJob) -> list[str]:
     return [message.content for message in generate(job).messages or []]
 
 
-def test_its_package_has_what_it_needs_and_no_more(installed: Path) -> None:
-    files = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
+def test_its_package_has_what_it_needs_and_no_more(entry: Path) -> None:
+    root = entry.parents[1]
+    files = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     assert files == {
         "package.json",
         "readme.md",
