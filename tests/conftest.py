@@ -25,7 +25,7 @@ from mlxbcd.model import blas
 from mlxbcd.residency import names
 
 _CI: Final = os.environ.get("CI", "") not in ("", "0", "false")
-_FOREIGN: Final = ("XDG_", "HF_", "HUGGINGFACE_", "MLXBC_SOCKET", "MLXBC_DATA")
+_FOREIGN: Final = ("XDG_", "HF_", "HUGGINGFACE_", "MLXBC_SOCKET", "MLXBC_DATA", "MLXBC_CACHE")
 """Environment variables, by how they begin, that lead to what is the user's."""
 
 
@@ -55,6 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
     runtime.mkdir(mode=0o700)
     environment.setenv("HOME", str(home))
     environment.setenv("XDG_RUNTIME_DIR", str(runtime))
+    # Unless a test says otherwise, its prompts are processed, and not found because another test has been there.
+    environment.setenv("MLXBC_CACHE_MODE", "none")
+    environment.setenv("MLXBC_CACHE_DISK", "0")
     if sys.platform == "linux":
         environment.setenv("MLX_DISABLE_COMPILE", "1")
     if _BLAS_CACHE.is_dir():

@@ -204,6 +204,21 @@ class AsyncClient:
         """Seconds that a small test piece takes on the daemon's device."""
         return (await self._call(self._build(wire.Probe), wire.Probed)).seconds
 
+    async def prime(
+        self, prompt: str | None = None, *, messages: Sequence[MessageLike] | None = None, **fields: Any
+    ) -> wire.Primed:
+        """Process a prompt now, so that a generation which begins with it starts at once."""
+        request = build.generate(wire.Prime, self._number(), prompt, messages, fields)
+        return await self._call(request, wire.Primed)
+
+    async def cache(self) -> wire.CacheReport:
+        """What the prefix cache holds, and how much it has helped."""
+        return await self._call(self._build(wire.Cache), wire.CacheReport)
+
+    async def clear_cache(self) -> wire.CacheCleared:
+        """Empty the prefix cache, on the disk too, and forget the generations that could be resumed."""
+        return await self._call(self._build(wire.CacheClear), wire.CacheCleared)
+
     async def ping(self) -> float:
         """Seconds until the daemon's answer."""
         began = perf_counter()

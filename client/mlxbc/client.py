@@ -186,6 +186,26 @@ class Client:
         """Seconds that a small test piece takes on the daemon's device."""
         return self._call(self._build(wire.Probe), wire.Probed).seconds
 
+    def prime(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        on_progress: Callable[[wire.Progress], None] | None = None,
+        **fields: Any,
+    ) -> wire.Primed:
+        """Process a prompt now, so that a generation which begins with it starts at once."""
+        request = build.generate(wire.Prime, self._exchange.number(), prompt, messages, fields)
+        return self._call(request, wire.Primed, on_progress)
+
+    def cache(self) -> wire.CacheReport:
+        """What the prefix cache holds, and how much it has helped."""
+        return self._call(self._build(wire.Cache), wire.CacheReport)
+
+    def clear_cache(self) -> wire.CacheCleared:
+        """Empty the prefix cache, on the disk too, and forget the generations that could be resumed."""
+        return self._call(self._build(wire.CacheClear), wire.CacheCleared)
+
     def ping(self) -> float:
         """Seconds until the daemon's answer."""
         began = perf_counter()

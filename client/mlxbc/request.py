@@ -30,6 +30,9 @@ Numbered: TypeAlias = (
     | wire.Trace
     | wire.Config
     | wire.Probe
+    | wire.Prime
+    | wire.Cache
+    | wire.CacheClear
     | wire.Ping
     | wire.Shutdown
 )
@@ -37,13 +40,13 @@ Numbered: TypeAlias = (
 T = TypeVar("T", bound=Numbered)
 
 
-G = TypeVar("G", wire.Generate, wire.Explain)
+G = TypeVar("G", wire.Generate, wire.Explain, wire.Prime)
 
 
 def generate(
     kind: type[G], number: int, prompt: str | None, messages: Sequence[MessageLike] | None, fields: dict[str, Any]
 ) -> G:
-    """A `generate` or `explain` request from exactly one prompt form (`fim` is a field) and any other fields.
+    """A `generate`, `explain` or `prime` request from exactly one prompt form (`fim` is a field) and any other fields.
 
     Raises:
         BadRequest: both or neither prompt form, an unknown field, or a value out of range.

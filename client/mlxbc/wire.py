@@ -54,6 +54,10 @@ ErrorCode: TypeAlias = Literal[
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "superseded", "deadline"]
 Priority: TypeAlias = Literal["interactive", "normal", "background"]
 Channel: TypeAlias = Literal["text", "reasoning", "tool_calls"]
+CacheMode: TypeAlias = Literal["none", "ram", "disk"]
+"""Where the states that a request computes may be kept for others; `disk` is RAM too, and `none` reads none either."""
+SessionName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=128)]
+"""Names a conversation: what is kept of it is let go together."""
 
 
 class _Request(Struct, tag_field="type", forbid_unknown_fields=True, omit_defaults=True, kw_only=True, frozen=True):
@@ -211,6 +215,9 @@ class Generate(_Request, frozen=True, tag="generate"):
     """Milliseconds after its arrival at which the request ends, with what it has by then."""
     supersede: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     """Ends this connection's earlier request with the same key, in the same moment."""
+    cache: CacheMode | None = None
+    """None is what the daemon's settings say."""
+    session: SessionName | None = None
     explain: bool = False
     """`done` tells how the request was run."""
     keep_alive: KeepAlive | None = None
@@ -222,6 +229,25 @@ class Generate(_Request, frozen=True, tag="generate"):
 
 class Explain(Generate, frozen=True, tag="explain"):
     """How a `generate` of the same fields would be run. Nothing is generated; the model is loaded if need be."""
+
+
+class Prime(_Request, frozen=True, tag="prime"):
+    """Process a prompt, so that a `generate` which begins with it starts at once. Exactly one of its prompt forms."""
+
+    id: Id
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)] | None = None
+    prompt: str | None = None
+    fim: Fim | None = None
+    model: ModelName | None = None
+    template_options: dict[str, Scalar] = {}
+    tools: Annotated[list[Tool], Meta(max_length=128)] = []
+    thinking: bool | None = None
+    priority: Priority | None = None
+    """None is background."""
+    supersede: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    """As for `generate`, whose keys these are too."""
+    cache: Literal["ram", "disk"] | None = None
+    session: SessionName | None = None
 
 
 class Cancel(_Request, frozen=True, tag="cancel"):
@@ -311,6 +337,18 @@ class Probe(_Request, frozen=True, tag="probe"):
     id: Id
 
 
+class Cache(_Request, frozen=True, tag="cache"):
+    """What the prefix cache holds, and how much it helped."""
+
+    id: Id
+
+
+class CacheClear(_Request, frozen=True, tag="cache_clear"):
+    """Empty the prefix cache, on the disk too, and forget the generations that could be resumed."""
+
+    id: Id
+
+
 class Ping(_Request, frozen=True, tag="ping"):
     id: Id
 
@@ -326,6 +364,7 @@ Request: TypeAlias = (
     Hello
     | Generate
     | Explain
+    | Prime
     | Cancel
     | Tokenize
     | Count
@@ -338,6 +377,8 @@ Request: TypeAlias = (
     | Trace
     | Config
     | Probe
+    | Cache
+    | CacheClear
     | Ping
     | Shutdown
 )
@@ -490,6 +531,19 @@ class Done(_Reply, frozen=True, tag="done"):
     """With `explain`."""
 
 
+class Cached(Struct, omit_defaults=True, frozen=True):
+    """What the prefix cache has of a prompt, in tokens."""
+
+    ram: int
+    """Reusable at once."""
+    disk: int
+    """Reusable with what has to be read from the disk."""
+    matched: int
+    """Stored, though perhaps not reusable up to there."""
+    why: str
+    """Why it isn't more."""
+
+
 class Explained(_Reply, frozen=True, tag="explained"):
     """Answer to `explain`."""
 
@@ -503,6 +557,56 @@ class Explained(_Reply, frozen=True, tag="explained"):
     plan: Plan
     first_token_ms: float | None = None
     """Expected if nothing else runs, from what forwards have cost so far; None where nothing has been measured."""
+    cached: Cached | None = None
+    """None where the prefix cache doesn't apply."""
+
+
+class Primed(_Reply, frozen=True, tag="primed"):
+    """A prompt has been processed."""
+
+    id: int
+    model: str
+    usage: Usage
+    timings: Timings
+
+
+class CacheReport(_Reply, frozen=True, tag="cache_report"):
+    """What the prefix cache holds. Sizes are bytes; counts are since the daemon's start."""
+
+    id: int
+    mode: CacheMode
+    """For requests that don't say."""
+    ram_bytes: int = 0
+    ram_limit: int = 0
+    """0: there is no cache."""
+    ram_entries: int = 0
+    disk_bytes: int = 0
+    disk_limit: int = 0
+    """0: nothing is kept on the disk."""
+    disk_entries: int = 0
+    directory: str = ""
+    pending: int = 0
+    """Pieces that wait to be written."""
+    leases: int = 0
+    """Prefixes in use."""
+    lookups: int = 0
+    hits: int = 0
+    tokens: int = 0
+    """Of the prompts that were looked up."""
+    reused: int = 0
+    """Tokens of these that were restored."""
+    from_disk: int = 0
+    """Tokens that were read from the disk to be restored."""
+    evicted: int = 0
+    trouble: str = ""
+    """Why nothing is kept on the disk, or written at present."""
+
+
+class CacheCleared(_Reply, frozen=True, tag="cache_cleared"):
+    id: int
+    bytes: int
+    streams: int = 0
+    """Generations that can't be resumed any more."""
 
 
 class Error(_Reply, frozen=True, tag="error"):
@@ -727,6 +831,9 @@ Reply: TypeAlias = (
     | Token
     | Done
     | Explained
+    | Primed
+    | CacheReport
+    | CacheCleared
     | Error
     | Tokens
     | Counted
@@ -747,6 +854,9 @@ Reply: TypeAlias = (
 TERMINAL: Final = (
     Done,
     Explained,
+    Primed,
+    CacheReport,
+    CacheCleared,
     Error,
     Tokens,
     Counted,

@@ -368,6 +368,27 @@ def test_parents_are_written_before_what_follows_them(tmp_path: Path) -> None:
         assert order == sorted(order) == [0, 4, 8, 12, 16]
 
 
+def test_a_piece_that_a_longer_one_replaces_while_it_is_written_does_not_stay(tmp_path: Path) -> None:
+    with cache_at(tmp_path) as cache:
+        inside, go_on = threading.Event(), threading.Event()
+        directory = tier_of(cache).directory
+        before = directory.put
+
+        def slow(header: Header, payload: Payload, pace: Callable[[], None]) -> int:
+            inside.set()
+            assert go_on.wait(30)
+            return before(header, payload, pace)
+
+        directory.put = slow  # type: ignore[method-assign]
+        put(cache, [1, 2], SMALL)
+        assert inside.wait(30)
+        put(cache, [1, 2, 3], SMALL)
+        go_on.set()
+        settled(cache)
+        assert [node.end for node in cache.index.nodes.values()] == [3]
+        assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 1
+
+
 def test_a_piece_without_what_comes_before_it_is_removed(tmp_path: Path) -> None:
     payload = payload_of("0" * 32, SMALL)
     directory = Directory(tmp_path)

@@ -16,6 +16,13 @@ from mlxbcd.serve.configuration import Configuration
 Load = Callable[..., Config]
 
 
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None but those that a test names."""
+    for key in KEYS.values():
+        monkeypatch.delenv(key.variable, raising=False)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "config.toml"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tiny_directory import EOS, write_text
 
 from mlxbc import wire
+from mlxbcd.engine.engine import Held
 from mlxbcd.errors import ServeError
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Sample
@@ -35,13 +36,17 @@ class Engine:
     def __init__(self) -> None:
         self.submitted: list[Request] = []
         self.cancelled: list[Any] = []
+        self.how: list[tuple[int | None, bool]] = []
 
-    def submit(self, request: Request, listener: Generation, client: str = "") -> int:
+    def submit(self, request: Request, listener: Generation, client: str = "", *, held: Held | None = None) -> int:
         self.submitted.append(request)
         return 42
 
-    def cancel(self, key: Any, candidate: int | None = None) -> None:
+    def cancel(
+        self, key: Any, candidate: int | None = None, *, stopped: int | None = None, superseded: bool = False
+    ) -> None:
         self.cancelled.append(key)
+        self.how.append((stopped, superseded))
 
 
 class Session:
@@ -199,6 +204,7 @@ def test_a_stop_string_is_found_however_tokens_split_it(tokenizer: Tokenizer, pa
     assert session.done.stop == "###"
     assert session.done.reason == "stop"
     assert session.engine.cancelled == [42]
+    assert session.engine.how == [(session.generation.generated - 1, False)], "what is kept ends before the stop"
 
 
 def test_what_is_drawn_after_a_stop_is_neither_sent_nor_counted(tokenizer: Tokenizer) -> None:
@@ -329,7 +335,7 @@ def test_an_engine_that_refuses_leaves_the_ending_to_the_caller(
 ) -> None:
     session = Session(tokenizer)
 
-    def refuse(request: Request, listener: Generation, client: str) -> int:
+    def refuse(request: Request, listener: Generation, client: str, *, held: Held | None) -> int:
         raise ServeError("shutting_down", "-")
 
     monkeypatch.setattr(session.engine, "submit", refuse)

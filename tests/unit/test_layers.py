@@ -62,7 +62,7 @@ HANDS_OVER: Final = {
 }
 """Commands that are the daemon's own work, done by its package if that is installed."""
 
-AFTER_MLX: Final = {"mlxbcd.serve.live", "mlxbcd.serve.generation"}
+AFTER_MLX: Final = {"mlxbcd.serve.caching", "mlxbcd.serve.live", "mlxbcd.serve.generation"}
 """The modules of the front that may only be imported once the BLAS is in place. All others know nothing of MLX."""
 
 DECISIONS: Final = {
@@ -78,6 +78,7 @@ DECISIONS: Final = {
     "mlxbcd.engine.scheduler",
     "mlxbcd.plan.freeze",
     "mlxbcd.plan.request",
+    "mlxbcd.plan.snapshots",
     "mlxbcd.plan.resolve",
     "mlxbcd.residency.eviction",
     "mlxbcd.serve.backlog",
@@ -91,6 +92,7 @@ DECISIONS: Final = {
     "mlxbcd.state.geometry",
     "mlxbcd.text.channels",
     "mlxbcd.text.matching",
+    "mlxbcd.text.stable",
     "mlxbcd.text.stops",
 }
 """Pure: what they answer follows from what they are given."""

@@ -109,7 +109,7 @@ class House:
         self.faults: list[BaseException] = []
         self.device = Device()
         self.device.start()
-        self.configuration = Configuration(fixed(Settings(model=default)))
+        self.configuration = Configuration(fixed(Settings(model=default, cache_mode="none", cache_disk=0)))
         self.service = LiveService(self.device, self.configuration, self.faults.append, BlasReport("native", "its own"))
 
     def ask(self, **fields: Any) -> Asked:
@@ -121,6 +121,7 @@ class House:
     async def empty(self) -> None:
         """Wait until the device has nothing to do, and see that no request has left anything behind."""
         service = self.service
+        await asyncio.gather(*service._tasks, return_exceptions=True)
         for resident in service._residency.models.values():
             engine, executor = resident.engine, resident.built.executor
             while engine._work.is_set() or engine.report.running:

@@ -32,6 +32,7 @@ COMMANDS = {
     "stop": "stop the daemon",
     "doctor": "find out what is wrong, and what mends it",
     "config": "show the daemon's settings, and where each comes from",
+    "cache": "show what the daemon keeps of prompts, empty it, or prime it",
     "status": "show how the daemon is",
     "watch": "show how the daemon is whenever that changes",
     "trace": "record what the daemon does",

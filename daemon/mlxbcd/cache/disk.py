@@ -89,6 +89,11 @@ class Directory:
         space = os.statvfs(self.path)
         return space.f_bavail * space.f_frsize
 
+    def held(self) -> int:
+        """Bytes of all files here."""
+        with os.scandir(self.path) as entries:
+            return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+
     def scan(self) -> list[Found]:
         """All usable pieces, each after the one it follows. What isn't usable is removed."""
         found: dict[str, Found] = {}

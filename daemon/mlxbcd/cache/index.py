@@ -261,6 +261,15 @@ class Index:
         found = (node.parent.children.get(keys.span(node.tokens, 0, n)) for n in range(1, node.end - node.begin))
         return [other for other in found if other is not None and not other.leases and not other.children]
 
+    def useless(self, node: Node) -> bool:
+        """Whether a longer block begins with all of a block's tokens, for layers that can be cut anywhere."""
+        assert node.parent is not None
+        if not node.space.trimmable or node.leases or node.children:
+            return False
+        near = ((same, other) for same, other in node.parent.near(node.tokens) if other is not node and other.there)
+        same, other = next(near, (0, node))
+        return other is not node and same == node.end - node.begin
+
     def touch(self, node: Node, now: float, session: str = "") -> None:
         """A node's sequence was wanted."""
         for each in node.path:

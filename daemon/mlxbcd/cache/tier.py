@@ -200,6 +200,18 @@ class Tier:
         finally:
             with self._lock:
                 self._index.release(node)
+                gone = self._superseded(node)
+            for name in gone:
+                self.directory.remove(name)
+
+    def _superseded(self, node: Node) -> list[str]:
+        """A longer piece may have come while a piece was being written; the names of files that may go."""
+        if self._index.nodes.get(node.id) is not node or not self._index.useless(node):
+            return []
+        gone = self._index.unsave(node)
+        if node.ram:
+            self._index.spill(node)
+        return [each.id for each in gone]
 
     def _write(self, node: Node, payload: Payload, generation: int) -> None:
         if self._index.disk.bytes + payload.size > self.cap:

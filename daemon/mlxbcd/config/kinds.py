@@ -126,13 +126,13 @@ def count(least: int, most: int) -> Kind[int]:
     return Kind(f"a whole number from {least} to {most}", read, _whole, str)
 
 
-def size(*, auto: bool = False) -> Kind[int | None]:
-    """A number of bytes above zero; with `auto`, None leaves it to the daemon."""
+def size(*, auto: bool = False, zero: bool = False) -> Kind[int | None]:
+    """A number of bytes; with `auto`, None leaves it to the daemon, and without `zero` it is above that."""
 
     def read(value: object) -> int | None:
         if auto and value == "auto":
             return None
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= (0 if zero else 1):
             return value
         found = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
         bytes_ = float(found[1]) * _UNITS[(found[2] or "").lower()] if found else 0.0

@@ -142,6 +142,32 @@ class Settings:
         "power.low_power", _YIELD, "yield", "What they do in the system's low power mode.", live=True
     )
     power_thermal: str = _key("power.thermal", _YIELD, "yield", "What they do while the machine is hot.", live=True)
+    cache_mode: str = _key(
+        "cache.mode",
+        kinds.choice("none", "ram", "disk"),
+        "disk",
+        "Where states of prompts are kept for prompts that begin alike, for requests that do not say. On disk they "
+        "reveal the prompts to whoever can read your files.",
+        live=True,
+    )
+    cache_ram: int | None = _key(
+        "cache.ram",
+        kinds.size(auto=True, zero=True),
+        None,
+        "Memory for them; auto is an eighth of the machine's, and 0 switches the cache off.",
+    )
+    cache_disk: int | None = _key(
+        "cache.disk",
+        kinds.size(auto=True, zero=True),
+        None,
+        "Disk for them; auto is a quarter of what is free, at most 32 GB, and 0 keeps everything off the disk.",
+    )
+    cache_free: int | None = _key(
+        "cache.free", kinds.size(), 4_000_000_000, "What must stay free on that disk, whatever happens."
+    )
+    cache_directory: Path | None = _key(  # noqa: RUF009
+        "cache.directory", kinds.path(), None, "Keep them there; empty is the user's cache directory."
+    )
     queue: int = _key(
         "requests.queue", kinds.count(1, 100_000), 1024, "Requests that may wait or run; more are refused.", live=True
     )

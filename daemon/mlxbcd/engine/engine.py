@@ -149,10 +149,10 @@ class Engine:
         costs: what an earlier engine has learnt about this model on this machine.
         packing: where it has found packed forwards to pay; None where there can't be any.
         shed: asked to let go of this many bytes that no row needs, before a request has to wait for them.
-        active: told whenever what it does changes.
         tracer: told what it does, under this `name`.
 
     Attributes:
+        active: told whenever what it does changes.
         costs: what the scheduler has learnt about this machine.
         packing: where a decode step and a piece run as one forward; None where they can't.
         report: the newest iteration's.
@@ -169,7 +169,6 @@ class Engine:
         costs: Costs | None = None,
         packing: PackingRanges | None = None,
         shed: Callable[[int], None] = lambda wanted: None,
-        active: Callable[[Activity], None] = lambda activity: None,
         tracer: Tracer | None = None,
         name: str = "",
     ) -> None:
@@ -182,7 +181,7 @@ class Engine:
         self._runner: Runner | None = runner
         self._on_fault = on_fault
         self._shed = shed
-        self._active = active
+        self.active: Callable[[Activity], None] = lambda activity: None
         self._activity = Activity.IDLE
         self._tracer = tracer or Tracer()
         self._track = f"device: {name}"
@@ -329,6 +328,8 @@ class Engine:
         except Exception as error:
             log.error("the engine's loop failed: %s", outline(error))
             self._fault(DeviceFault(f"the engine's loop failed ({type(error).__name__})"))
+        finally:
+            self._tell_activity()
 
     def _decide(self) -> tuple[Iteration, _Bill, list[tuple[Key, Request]]]:
         waiting, running = [], []
@@ -394,7 +395,7 @@ class Engine:
         activity = Activity.INTERACTIVE if interactive else Activity.BUSY if started else Activity.IDLE
         if activity is not self._activity:
             self._activity = activity
-            self._active(activity)
+            self.active(activity)
 
     def _trace(self, began: float, iteration: Iteration, report: Report) -> None:
         """Tell what an iteration did. Its forwards ended one after another, the last of them just now."""

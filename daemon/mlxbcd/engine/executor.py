@@ -103,12 +103,12 @@ class Executor:
     def __post_init__(self) -> None:
         if self.verify is not None:
             state = Rows(self.composition, widest=WIDEST)
-            how = (self.forward, state, self.ahead, self.steps, self._settled)
+            how = (self.forward, state, self.ahead, self.steps, self.reuse.left)
             self._group = SpeculativeGroup(*how, costs=self.verify)
         else:
             # Decode steps are one token wide, so a sliding window needs no room beyond itself.
             rows = Rows(self.composition, widest=1) if self.composition.batches else None
-            self._group = DecodeGroup(self.forward, rows, self.ahead, self.steps, self._settled)
+            self._group = DecodeGroup(self.forward, rows, self.ahead, self.steps, self.reuse.left)
 
     def __repr__(self) -> str:
         return f"Executor({self._group}, {list(self._preparing.values())}, ready {list(self._ready)})"
@@ -148,7 +148,7 @@ class Executor:
 
     def close(self) -> None:
         """See `Runner.close`."""
-        self._guard(lambda: self._group.keep(_nobody, _resumable, self._settled), _nobody)
+        self._guard(lambda: self._group.keep(_nobody, _resumable, self.reuse.left), _nobody)
         self._group.close()
         self._preparing.clear()
         self._ready.clear()
@@ -232,13 +232,9 @@ class Executor:
         failure = self._guard(lambda: self._group.step(emit, step), emit)
         self._steps += 1
         if self._steps % _CLEAR_EVERY_STEPS == 0:
-            self._guard(lambda: self._group.keep(emit, _resumable, self._settled), emit)
+            self._guard(lambda: self._group.keep(emit, _resumable, self.reuse.left), emit)
             mx.clear_cache()
         return failure
-
-    def _settled(self, row: Row, state: Rows) -> None:
-        """A row has ended, or may have to be continued elsewhere."""
-        self.reuse.settled(row.key, row.request, row.sequence, state)
 
     def _keep(self, preparing: Preparing, length: int) -> None:
         if isinstance(preparing.state, Rows):

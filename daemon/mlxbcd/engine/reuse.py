@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlxbcd.cache.service import Space
 from mlxbcd.errors import outline
+from mlxbcd.methods.autoregressive import Row
 from mlxbcd.plan.request import Keep, Request
 from mlxbcd.plan.snapshots import LEAST
 from mlxbcd.state.geometry import Key
@@ -55,12 +56,14 @@ class Reuse:
         if self.space is not None and self.space.trimmable:
             self.keep(key, request, tokens, len(tokens), rows)
 
-    def settled(self, key: Key, request: Request, tokens: Sequence[int], rows: Rows) -> None:
-        """A row that decodes has these tokens, and nothing of it is in flight: keep what its state covers of them.
+    def left(self, row: Row, rows: Rows) -> None:
+        """A row of the decode group has ended, or may have to be continued elsewhere, and nothing of it is in flight:
+        keep what its state covers of its tokens.
 
         A state that has read more, tokens that nobody was sent, is cut back, or not kept.
         """
-        self.keep(key, request, tokens, min(len(tokens), rows.lengths[key]), rows)
+        tokens = row.sequence
+        self.keep(row.key, row.request, tokens, min(len(tokens), rows.lengths[row.key]), rows)
 
     def keep(self, key: Key, request: Request, tokens: Sequence[int], length: int, rows: Rows) -> None:
         """Keep the state of a row's first `length` tokens for others, where the request and the model allow it."""

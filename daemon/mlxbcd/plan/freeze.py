@@ -89,12 +89,13 @@ def priority(request: wire.Generate) -> Priority:
     return Priority.NORMAL if request.priority is None else Priority[request.priority.upper()]
 
 
-def needs(request: wire.Generate, sampling: Sampling, *, constrained: bool = False) -> Needs:
+def needs(request: wire.Generate, sampling: Sampling, *, constrained: bool = False, cached: bool = True) -> Needs:
     """What the plan of a request depends on.
 
     Args:
         sampling: with the model's defaults filled in.
         constrained: something rules out tokens.
+        cached: it may have to do with the prefix cache.
     """
     return Needs(
         draft={"auto": Draft.AUTO, "off": Draft.OFF}.get(request.draft, Draft.NAMED),
@@ -105,6 +106,7 @@ def needs(request: wire.Generate, sampling: Sampling, *, constrained: bool = Fal
         penalised=sampling.penalised,
         biased=bool(sampling.logit_bias),
         candidates=request.n,
+        cached=cached,
         resumable=request.resumable,
     )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
 
+from mlxbcd.cache.identity import Signatures, signatures
+from mlxbcd.cache.portable import trimmable
 from mlxbcd.engine.calibrate import faster_ahead, verify_curve
 from mlxbcd.engine.executor import Executor
 from mlxbcd.errors import ServeError
@@ -39,6 +41,9 @@ class Built:
         capabilities: what a request's plan may count on.
         drafters: names of those that it has.
         apart: why a decode step and a prompt's piece are never one forward; empty where they may be.
+        trimmable: every prefix of a row's state is a row's state.
+        files: the directory's files as they were before they were read.
+        traits: what decides, beside the files, what a row's state means.
     """
 
     executor: Executor
@@ -51,6 +56,9 @@ class Built:
     capabilities: Capabilities
     drafters: tuple[str, ...] = ()
     apart: str = ""
+    trimmable: bool = True
+    files: Signatures = field(default_factory=dict)
+    traits: dict[str, object] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         placement = f"alone: {self.reason}" if self.reason else "continuous"
@@ -71,11 +79,12 @@ def build(directory: Path, progress: Callable[[int, int], None], cancelled: Call
     """
     zoo.bind()
     try:
+        files = signatures(directory)
         loaded = load(directory, progress=progress, cancelled=cancelled)
     except Cancelled:
         raise given_up(directory.name) from None
     try:
-        return _assemble(loaded)
+        return _assemble(loaded, files)
     except Exception as error:  # the zoo's own code, at its first forward
         raise ServeError(
             "load_failed", f"{directory.name} was loaded but cannot be run: {type(error).__name__}: {error}"
@@ -87,7 +96,7 @@ def given_up(name: str) -> ServeError:
     return ServeError("load_failed", f"the load of {name} was given up: nobody waits for it")
 
 
-def _assemble(loaded: Loaded) -> Built:
+def _assemble(loaded: Loaded, files: Signatures) -> Built:
     forward = Forward(loaded.model)
     composition = inspect(loaded.model, str(loaded.config["model_type"]))
     vocab_size = _vocab_size(forward)
@@ -113,6 +122,16 @@ def _assemble(loaded: Loaded) -> Built:
         ),
         drafters=drafters,
         apart=str(packs),
+        trimmable=composition.batches and trimmable(composition.layouts(1)),
+        files=files,
+        traits={
+            "activations": loaded.dtype,
+            "device": str(mx.default_device().type),
+            "kv": composition.kv,
+            "layers": composition.kinds,
+            "mlx": version("mlx"),
+            "mlx-lm": version("mlx-lm"),
+        },
     )
 
 

@@ -29,6 +29,9 @@ Work: TypeAlias = (
     | wire.Trace
     | wire.Config
     | wire.Probe
+    | wire.Prime
+    | wire.Cache
+    | wire.CacheClear
 )
 """The requests that a service answers; the front answers the others itself."""
 

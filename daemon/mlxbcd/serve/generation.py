@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from mlxbc import wire
-from mlxbcd.engine.engine import Engine
+from mlxbcd.engine.engine import Engine, Held
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.events import End
 from mlxbcd.plan.request import Request
@@ -26,6 +26,8 @@ from mlxbcd.trace import Fact, Tracer
 
 log = logging.getLogger(__name__)
 
+_REPLACED: Final = frozenset({"superseded", "deadline"})
+"""Ends after which a request much like it is likely to come."""
 PROGRESS_S: Final = 0.25
 """Progress frames of one request come no closer than this."""
 
@@ -138,6 +140,7 @@ class Generation:
         self._pieces: list[int] = []
         self._marks: list[float] = []
         self._position = 0
+        self._cached = 0
         self._reported = 0.0
         self._deadline: asyncio.TimerHandle | None = None
         if request.deadline_ms is not None:
@@ -164,6 +167,7 @@ class Generation:
         return wire.Usage(
             prompt=self._prompt,
             generated=self.generated,
+            cached=min(self._cached, self._prompt),
             drafted=speculated.drafted,
             accepted=speculated.accepted,
             forwards=speculated.forwards,
@@ -188,6 +192,7 @@ class Generation:
         *,
         client: str = "",
         plan: Plan | None = None,
+        held: Held | None = None,
     ) -> None:
         """Hand the request to the engine; from here its listener calls drive everything.
 
@@ -195,11 +200,13 @@ class Generation:
             stages: one for each candidate; they have seen the forced tokens.
             client: who asks, for fairness between clients.
             plan: how it runs, for a client that asked.
+            held: what its prompt is restored from; released here, or by the engine.
 
         Raises:
             ServeError: the engine takes no more requests, or could never run this one.
         """
         if self.over:
+            _let_go(held)
             return
         self._prompt = len(request.prompt)
         self._tokenizer = tokenizer
@@ -207,12 +214,14 @@ class Generation:
         self._outputs = [_Output(number, stage, len(request.forced)) for number, stage in enumerate(stages)]
         (first, *_) = self._outputs
         if first.stage.hit is not None or _said_all(request):
+            _let_go(held)
             self._finish("stop")
         elif first.generated >= request.max_tokens:
+            _let_go(held)
             self._finish("length")
         else:
             self.clock.queued = time.monotonic()
-            self._key = engine.submit(request, self, client)
+            self._key = engine.submit(request, self, client, held=held)
             self._engine = engine
 
     def cancel(self, reason: Cause = "cancelled") -> None:
@@ -282,6 +291,7 @@ class Generation:
     def prefilled(self, position: int, total: int) -> None:
         if self.clock.started is None:
             self.clock.started = time.monotonic()
+            self._position = self._cached = position
         if position > self._position:
             self._pieces.append(position - self._position)
             self._marks.append(time.monotonic())
@@ -359,10 +369,12 @@ class Generation:
         if self.over or output.reason is not None:
             return
         self._complete(output, reason)
+        # The token that completed a stop string is nobody's.
+        stopped = output.generated - 1 if output.stage.hit is not None else None
         if all(other.reason is not None for other in self._outputs):
-            self._done(self._outputs[0].reason or reason)
+            self._done(self._outputs[0].reason or reason, stopped)
         elif self._engine is not None:
-            self._engine.cancel(self._key, output.candidate)
+            self._engine.cancel(self._key, output.candidate, stopped=stopped)
 
     def _complete(self, output: _Output, reason: wire.FinishReason) -> None:
         if output.reason is not None:
@@ -373,10 +385,10 @@ class Generation:
         if output.unsent.n:
             self._flush(output, "text", "")
 
-    def _done(self, reason: wire.FinishReason) -> None:
+    def _done(self, reason: wire.FinishReason, stopped: int | None = None) -> None:
         if self.over:
             return
-        self._close(reason)
+        self._close(reason, stopped)
         several = len(self._outputs) > 1
         first = self._outputs[0].summary() if self._outputs else None
         self._reply(
@@ -393,13 +405,13 @@ class Generation:
             )
         )
 
-    def _close(self, outcome: str) -> None:
+    def _close(self, outcome: str, stopped: int | None = None) -> None:
         """No frame but the terminal one may follow."""
         self.ended_with = outcome
         if self._deadline is not None:
             self._deadline.cancel()
         if self._engine is not None:
-            self._engine.cancel(self._key)
+            self._engine.cancel(self._key, stopped=stopped, superseded=outcome in _REPLACED)
         if self._preparation is not None and self._preparation is not asyncio.current_task():
             self._preparation.cancel()
         self._forget(self)
@@ -410,6 +422,11 @@ class Generation:
         text = self._tokenizer.token_text
         top = [wire.TopToken(token, text(token), logprob) for token, logprob in sample.top]
         return wire.TokenLogprob(sample.token, text(sample.token), sample.logprob, top)
+
+
+def _let_go(held: Held | None) -> None:
+    if held is not None:
+        held.release()
 
 
 def _said_all(request: Request) -> bool:

@@ -17,6 +17,7 @@ from typing import Final, TypeAlias
 
 import mlxbcd
 from mlxbc import wire
+from mlxbcd.cache.service import Lease
 from mlxbcd.config.settings import Settings
 from mlxbcd.device import Device
 from mlxbcd.engine.faults import DeviceFault
@@ -34,12 +35,14 @@ from mlxbcd.residency.names import Resolved, listing
 from mlxbcd.residency.resident import Residency, Resident
 from mlxbcd.serve import logs
 from mlxbcd.serve.allowance import Allowance
+from mlxbcd.serve.caching import Caches, expected_s
 from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.contract import Fault, Job, Send, Work
 from mlxbcd.serve.generation import PROGRESS_S, Generation, plan_reply
 from mlxbcd.serve.jobs import FinishedJob, TaskJob, internal
 from mlxbcd.serve.manners import Manners
 from mlxbcd.serve.metrics import Metrics
+from mlxbcd.serve.priming import generation_of, primed
 from mlxbcd.serve.prompting import Prompt, Prompter, max_tokens
 from mlxbcd.serve.subscriptions import Changes, Subscription, Trace, Watch
 from mlxbcd.text.workers import TextWorkers
@@ -85,6 +88,9 @@ class LiveService:
         self._allowance = Allowance(self._settings, machine.memory)
         self._tracer = Tracer()
         self._residency = Residency(device, self._workers, self._fault, self._allowance.budget, self._tracer)
+        self._caches = Caches(self._settings)
+        if (cache := self._caches.cache) is not None:
+            self._residency.share_with("the prefix cache", lambda: cache.index.ram.bytes, cache.shed)
         self._manners = Manners(
             machine.power,
             machine.memory,
@@ -140,6 +146,9 @@ class LiveService:
                 return self._subscribe(Watch(request, reply, self._subscriptions.discard, self._status, self._changes))
             case wire.Trace():
                 return self._subscribe(Trace(request.id, reply, self._subscriptions.discard, self._tracer))
+            case wire.Cache():
+                reply(self._caches.report(request.id))
+                return FinishedJob()
         if self._draining:
             raise _stopping()
         if len(self._open) >= self._settings.queue:
@@ -150,6 +159,10 @@ class LiveService:
                 return self._answer(request.id, reply, lambda job: self._explain(request, job))
             case wire.Generate():
                 return self._generate(request, reply, client)
+            case wire.Prime():
+                return self._prime(request, reply, client)
+            case wire.CacheClear():
+                return self._answer(request.id, reply, self._clear)
             case wire.Tokenize() | wire.Count():
                 check_text(request)
                 return self._answer(request.id, reply, lambda job: self._tokenize(request, job))
@@ -184,12 +197,14 @@ class LiveService:
         if not self._faulted:
             await self._residency.close()
             await self._device.close()
+        await self._caches.close(flush=not self._faulted)
         await self._workers.close()
 
     def _take(self, settings: Settings) -> None:
         self._settings = settings
         self._prompter = Prompter(self._workers, settings.fim)
         self._residency.choose(default=settings.model, aliases=settings.aliases)
+        self._caches.choose(settings)
         self._manners.take(settings)
         self._schedule()
         keeper = self._residency.keeper
@@ -205,6 +220,7 @@ class LiveService:
 
     def warm(self, *, preload: bool) -> None:
         """Bring MLX up on the device thread, then load the default model if asked to and if it is there."""
+        self._caches.recover()
         self._warming = self._background(self._warm(preload))
 
     async def _warm(self, preload: bool) -> None:
@@ -219,8 +235,8 @@ class LiveService:
         if not preload:
             return
         try:
-            async with self._residency.use(await self._residency.resolve(None)):
-                pass
+            async with self._residency.use(await self._residency.resolve(None)) as resident:
+                await self._caches.adopt(resident)
         except ServeError as error:
             note = f"the default model was not loaded: {error.message}"
             log.warning("%s", note)
@@ -282,6 +298,13 @@ class LiveService:
         generation.preparing(self._background(self._prepare(generation, client)))
         return generation
 
+    def _prime(self, request: wire.Prime, reply: Send, client: str) -> Generation:
+        asked = generation_of(request)
+        check(asked)
+        if not self._caches.wanted(asked):
+            raise ServeError("bad_request", "there is no prefix cache to prime; see cache.mode in mlxbc config")
+        return self._generate(asked, primed(reply), client)
+
     def _ended(self, generation: Generation) -> None:
         self._served += 1
         self._generated += generation.generated
@@ -322,7 +345,21 @@ class LiveService:
             prompt, frozen, plan = await self._freeze(resident, request, seed)
             stages = await self._prompter.stages(resident.words, request, prompt, frozen, stream)
             explained = plan if request.explain else None
-            generation.start(resident.engine, frozen, resident.tokenizer, stages, client=client, plan=explained)
+            frozen, held = await self._reuse(resident, request, prompt, frozen, plan)
+            generation.start(
+                resident.engine, frozen, resident.tokenizer, stages, client=client, plan=explained, held=held
+            )
+
+    async def _reuse(
+        self, resident: Resident, request: wire.Generate, prompt: Prompt, frozen: Request, plan: Plan
+    ) -> tuple[Request, Lease | None]:
+        """The request with what it has to do with the prefix cache, and the prefix that it is restored from."""
+        space = await self._caches.adopt(resident) if plan.has(Feature.PREFIX_CACHE) else None
+        if space is None:
+            return frozen, None
+        known = await self._prompter.stable(resident.words, request, prompt, next_turn=not space.trimmable)
+        frozen = self._caches.plan(space, request, frozen, known, checkpoints=plan.has(Feature.CHECKPOINTS))
+        return frozen, await self._caches.hold(space, frozen, resident.engine.costs, resident.engine.policy)
 
     async def _freeze(self, resident: Resident, request: wire.Generate, seed: int) -> tuple[Prompt, Request, Plan]:
         """The prompt, the immutable request, and its plan.
@@ -350,7 +387,9 @@ class LiveService:
         named = request.draft in built.drafters
         infills = prompter.style(words) is not None
         capabilities = replace(built.capabilities, infills=infills, named_draft=named)
-        plan = resolve(needs(request, frozen.sampling, constrained=constraint is not None), capabilities, ENABLED)
+        cached = self._caches.wanted(request)
+        wanted = needs(request, frozen.sampling, constrained=constraint is not None, cached=cached)
+        plan = resolve(wanted, capabilities, ENABLED | self._caches.features)
         if plan.refusal is not None and not isinstance(request, wire.Explain):
             raise ServeError("bad_request", plan.refusal.text)
         echo = await prompter.sources(words, request.echo, built.vocab_size) if plan.has(Feature.ECHO) else ()
@@ -358,10 +397,18 @@ class LiveService:
 
     # -- the other requests
 
+    async def _clear(self, job: TaskJob) -> None:
+        job.answer(await self._caches.clear(job.id))
+
     async def _explain(self, request: wire.Explain, job: TaskJob) -> None:
         async with self._residency.use(await self._residency.resolve(request.model)) as resident:
             _, frozen, plan = await self._freeze(resident, request, request.seed or 0)
-            chunks = planned_chunks(frozen, resident.engine.policy)
+            engine = resident.engine
+            space = await self._caches.adopt(resident) if plan.has(Feature.PREFIX_CACHE) else None
+            found = self._caches.explain(space, frozen) if space is not None else None
+            total = len(frozen.prompt) + len(frozen.forced)
+            seconds = expected_s(engine.costs, engine.policy, found.disk if found is not None else 0, total)
+            chunks = planned_chunks(frozen, engine.policy)
             job.answer(
                 wire.Explained(
                     id=request.id,
@@ -370,7 +417,8 @@ class LiveService:
                     context=resident.built.context,
                     priority=request.priority or "normal",
                     plan=plan_reply(plan, chunks),
-                    first_token_ms=_expected_ms(resident, len(frozen.prompt) + len(frozen.forced)),
+                    first_token_ms=None if seconds is None else round(seconds * 1e3, 1),
+                    cached=wire.Cached(found.ram, found.disk, found.matched, found.why.value) if found else None,
                 )
             )
 
@@ -474,6 +522,7 @@ class LiveService:
             notes.append(f"background requests wait: {self._manners.reason}")
         if self._manners.refusal:
             notes.append("new requests are refused: the system is out of memory")
+        notes += self._caches.notes()
         notes += [f"loading {name}" for name in self._residency.loading]
         if self._device.busy_s > BUSY_S and not self._residency.loading:
             notes.append(f"the device has been busy with one step for {self._device.busy_s:.0f} s")
@@ -506,19 +555,6 @@ def _keep(resident: Resident, seconds: float | None) -> None:
     """A client may say how long a model stays; the last one to say so decides."""
     if seconds is not None:
         resident.keep_alive = math.inf if seconds < 0 else seconds
-
-
-def _expected_ms(resident: Resident, prompt: int) -> float | None:
-    """Milliseconds that a prompt of this length alone would take, if any has been measured."""
-    costs, policy = resident.engine.costs, resident.engine.policy
-    if not costs.widest:
-        return None
-    seconds, position = 0.0, 0
-    while position < prompt:
-        width = min(costs.width(policy.max_piece_s, position), prompt - position)
-        seconds += costs.piece(width, position)
-        position += width
-    return round(seconds * 1e3, 1)
 
 
 def _policy(settings: Settings) -> Policy:

@@ -29,6 +29,8 @@ _FLAGS: Final = {
     "preload": "--no-preload",
     "log.level": "--log-level",
     "log.file": "--log-file",
+    "cache.ram": "--cache-ram",
+    "cache.disk": "--cache-disk",
 }
 """Settings that have an option of their own."""
 
@@ -88,6 +90,10 @@ def parse(argv: Sequence[str] | None = None) -> Command:
         flags["log.level"] = found.log_level
     if found.log_file is not None:
         flags["log.file"] = str(_absolute(found.log_file))
+    if found.cache_ram is not None:
+        flags["cache.ram"] = found.cache_ram
+    if found.cache_disk is not None:
+        flags["cache.disk"] = found.cache_disk
     file = _absolute(found.config) if found.config else None
     config = load(flags, options=_FLAGS, file=file)
     if found.detach and config.settings.log_file is None:
@@ -114,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--log-level", choices=LOG_LEVELS, help=f"(default: {KEYS['log.level'].default})")
     parser.add_argument("--log-file", metavar="PATH", help="log there (default: stderr; detached: the user's log)")
+    parser.add_argument("--cache-ram", metavar="SIZE", help="memory for the prefix cache; 0: no cache (default: auto)")
+    disk = parser.add_mutually_exclusive_group()
+    disk.add_argument("--cache-disk", metavar="SIZE", help="disk for the prefix cache (default: auto)")
+    disk.add_argument(
+        "--no-cache-disk", dest="cache_disk", action="store_const", const="0", help="keep the cache off the disk"
+    )
     parser.add_argument("--config", metavar="FILE", help="the file of settings (default: $MLXBC_CONFIG or the user's)")
     parser.add_argument(
         "--set",

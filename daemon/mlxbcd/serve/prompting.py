@@ -17,6 +17,7 @@ from mlxbcd.sampling.grammar_source import Source
 from mlxbcd.text.channels import ChannelSplitter, opens_inside
 from mlxbcd.text.chat import definitions, has_calls, thinking_options, turns
 from mlxbcd.text.fim import FimStyle, Form, fim_prompt, find
+from mlxbcd.text.stable import Messages, Stable, stable
 from mlxbcd.text.stage import TextStage
 from mlxbcd.text.tool_choice import call_grammar
 from mlxbcd.text.tools import CallSplitter
@@ -112,6 +113,23 @@ class Prompter:
             return Prompt(tokens=tokens, text=text, inside=opens_inside(text, tokenizer.reasoning), tools=defined)
 
         return await self.workers.offload_text(sum(len(message.content) for message in messages), make)
+
+    async def stable(self, words: Words, request: wire.Generate, prompt: Prompt, *, next_turn: bool) -> Stable:
+        """How much of a request's prompt others will begin with; of the next turn only if that matters."""
+        messages = request.messages
+        if messages is None:
+            return Stable(len(prompt.tokens))
+        tokenizer, template = words.tokenizer, words.template
+        switches = thinking_options(request.thinking, template.variables, tokenizer.reasoning)
+
+        def render(chat: Messages) -> list[int]:
+            text = template.render(list(chat), {**request.template_options, **switches}, prompt.tools)
+            return tokenizer.encode(text, special=False)
+
+        def find_out() -> Stable:
+            return stable(turns(messages), prompt.tokens, render, tools=bool(prompt.tools), next_turn=next_turn)
+
+        return await self.workers.offload_text(sum(len(message.content) for message in messages), find_out)
 
     async def constraint(
         self, words: Words, grammars: Grammars, request: wire.Generate, prompt: Prompt, width: int

@@ -268,7 +268,7 @@ class Session(asyncio.Protocol):
 
     def _submit(self, request: Work) -> None:
         send = self._send_status if isinstance(request, wire.Status) else self._outbox.send
-        key = request.supersede if isinstance(request, wire.Generate) else None
+        key = request.supersede if isinstance(request, wire.Generate | wire.Prime) else None
         call = self._running[request.id] = Call(request.id, send, self._ended, key)
         if key is not None:
             older, self._newest[key] = self._newest.get(key), call

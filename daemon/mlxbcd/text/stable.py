@@ -35,21 +35,26 @@ class Stable:
 
 
 def stable(
-    messages: Messages, tokens: Sequence[int], render: Callable[[Messages], list[int]], *, tools: bool = False
+    messages: Messages,
+    tokens: Sequence[int],
+    render: Callable[[Messages], list[int]],
+    *,
+    tools: bool = False,
+    next_turn: bool = True,
 ) -> Stable:
-    """What of a chat's prompt will come again. Costs one or two more renderings.
+    """What of a chat's prompt will come again. Costs up to two more renderings.
 
     Args:
         tokens: the prompt's.
         render: makes tokens of messages, exactly as it did of these.
         tools: the prompt describes tools.
+        next_turn: the next turn matters; else all of the prompt is taken to come again.
     """
-    following = [*messages, _ANSWER, _QUESTION]
-    length = _shared(tokens, following, render)
+    length = _shared(tokens, [*messages, _ANSWER, _QUESTION], render) if next_turn else None
     head = [message for message in messages[:1] if message.get("role") == "system"]
     long = head and len(head[0].get("content") or "") >= _LONG_SYSTEM
     if length is None:
-        # The template refuses such a chat, so nothing is known about what may follow.
+        # Nobody asked, or the template refuses such a chat, and nothing is known about what may follow.
         length = len(tokens)
     shared = _shared(tokens, [*head, _QUESTION], render) if long or tools else None
     return Stable(length, min(shared or 0, length))
