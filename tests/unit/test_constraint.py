@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 
 import pytest
@@ -145,3 +146,42 @@ def follow(row: RowConstraint, tokens: Iterable[int]) -> int:
         row.accept(token)
         count += 1
     return count
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        Source.of_schema({"type": "object", "properties": {"the": {"enum": ["in a", "in b"]}}, "required": ["the"]}),
+        Source.of_choices(["the inn", "the ##", "the <think>x"]),
+        Source("grammar", 'start: "the " <think> "a" | "in"'),
+    ],
+)
+@pytest.mark.parametrize("seed", range(6))
+def test_forced_tokens_are_those_that_the_masks_leave(source: Source, seed: int) -> None:
+    chance = random.Random(seed)
+    row = RowConstraint(VOCABULARY, [EOS], TOKENS.compile(source).start(), None)
+    forced_ever = False
+    for _ in range(60):
+        if row.complete:
+            break
+        for token in row.forced():
+            forced_ever = True
+            assert permits(row) == {token}
+            row.accept(token)
+        free = permits(row)
+        if not row.complete and free:
+            token = chance.choice(sorted(free))
+            if token == EOS:
+                break
+            row.accept(token)
+    assert forced_ever or source.kind == "grammar", "one of its two texts has no choice to force"
+    assert not row.fault
+
+
+def test_what_is_forced_around_reasoning() -> None:
+    row = constraint(budget=1, inside=True, grammar=True)
+    assert row.forced() == []
+    row.accept(A)
+    assert row.forced() == [CLOSE]
+    assert constraint(grammar=True).forced() == [], "reasoning may come first"
+    assert constraint().forced() == []

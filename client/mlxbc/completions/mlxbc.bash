@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/mlxbc
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_mlxbc_subparsers=(ask chat fim explain log templates serve service http lsp stop doctor config status watch trace ps models pull load unload tokenize count completion)
+_shtab_mlxbc_subparsers=(ask chat fim explain log templates serve service http lsp stop doctor config cache status watch trace ps models pull load unload tokenize count completion)
 
 _shtab_mlxbc_ask_option_strings=(-h --help -f --file -s --system -m --model -o --option -t --template -p --param --save -c --continue --cid --log --no-log --schema --grammar --tools --raw -x --extract --code --md --json --keepalive --no-stream --dry-run --stats -R --hide-reasoning -q --quiet)
 _shtab_mlxbc_chat_option_strings=(-h --help -f --file -s --system -m --model -o --option -c --continue --cid --log --no-log --keepalive --md --stats -R --hide-reasoning -q --quiet)
@@ -20,6 +20,7 @@ _shtab_mlxbc_lsp_option_strings=(-h --help -m --model --max-tokens --deadline-ms
 _shtab_mlxbc_stop_option_strings=(-h --help --now --timeout)
 _shtab_mlxbc_doctor_option_strings=(-h --help --no-probe --json)
 _shtab_mlxbc_config_option_strings=(-h --help --json)
+_shtab_mlxbc_cache_option_strings=(-h --help -s --system -m --model --raw --json)
 _shtab_mlxbc_status_option_strings=(-h --help --prometheus --json)
 _shtab_mlxbc_watch_option_strings=(-h --help --json --interval)
 _shtab_mlxbc_trace_option_strings=(-h --help --for --most)
@@ -63,6 +64,8 @@ _shtab_mlxbc_service__m_COMPGEN=_shtab_cmd_compgen_eac6825d
 _shtab_mlxbc_service___model_COMPGEN=_shtab_cmd_compgen_eac6825d
 _shtab_mlxbc_lsp__m_COMPGEN=_shtab_cmd_compgen_eac6825d
 _shtab_mlxbc_lsp___model_COMPGEN=_shtab_cmd_compgen_eac6825d
+_shtab_mlxbc_cache__m_COMPGEN=_shtab_cmd_compgen_eac6825d
+_shtab_mlxbc_cache___model_COMPGEN=_shtab_cmd_compgen_eac6825d
 _shtab_mlxbc_trace_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_mlxbc_load_pos_0_COMPGEN=_shtab_cmd_compgen_eac6825d
 _shtab_mlxbc_unload_pos_0_COMPGEN=_shtab_cmd_compgen_eac6825d
@@ -74,8 +77,9 @@ _shtab_mlxbc_count___model_COMPGEN=_shtab_cmd_compgen_eac6825d
 _shtab_mlxbc_log_pos_0_choices=(list show on off remove path)
 _shtab_mlxbc_service_pos_0_choices=(install uninstall start stop restart status logs)
 _shtab_mlxbc_config_pos_0_choices=(show init check reload path)
+_shtab_mlxbc_cache_pos_0_choices=(show explain prime clear)
 _shtab_mlxbc_completion_pos_0_choices=(bash zsh fish)
-_shtab_mlxbc_pos_0_choices=(ask chat fim explain log templates serve service http lsp stop doctor config status watch trace ps models pull load unload tokenize count completion)
+_shtab_mlxbc_pos_0_choices=(ask chat fim explain log templates serve service http lsp stop doctor config cache status watch trace ps models pull load unload tokenize count completion)
 
 _shtab_mlxbc_ask_pos_0_nargs='*'
 _shtab_mlxbc_ask__h_nargs=0
@@ -166,6 +170,11 @@ _shtab_mlxbc_doctor___json_nargs=0
 _shtab_mlxbc_config__h_nargs=0
 _shtab_mlxbc_config___help_nargs=0
 _shtab_mlxbc_config___json_nargs=0
+_shtab_mlxbc_cache_pos_1_nargs='*'
+_shtab_mlxbc_cache__h_nargs=0
+_shtab_mlxbc_cache___help_nargs=0
+_shtab_mlxbc_cache___raw_nargs=0
+_shtab_mlxbc_cache___json_nargs=0
 _shtab_mlxbc_status__h_nargs=0
 _shtab_mlxbc_status___help_nargs=0
 _shtab_mlxbc_status___prometheus_nargs=0

@@ -50,7 +50,7 @@ function _shtab_mlxbc_using
   test "$_shtab_mlxbc_cmdpath" = "$argv"
 end
 
-set -g _shtab_mlxbc_commands ask chat fim explain log templates serve service http lsp stop doctor config status watch trace ps models pull load unload tokenize count completion
+set -g _shtab_mlxbc_commands ask chat fim explain log templates serve service http lsp stop doctor config cache status watch trace ps models pull load unload tokenize count completion
 set -g _shtab_mlxbc_opts_with_value --allow-host --allow-origin --cid --context --deadline-ms --file --for --grammar --host --interval --keepalive --language --lines --lines-after --lines-before --max-tokens --model --most --option --param --path --port --save --schema --system --template --timeout --tools -c -f -m -n -o -p -s -t
 
 complete -c mlxbc -e
@@ -63,7 +63,7 @@ complete -c mlxbc -n '_shtab_mlxbc_using ask' -s h -l help -d 'show this help me
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s f -l file -xka "(__fish_complete_path (commandline -ct))" -d 'a file whose text goes before the arguments; may be repeated'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s s -l system -x -d 'the system prompt'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
-complete -c mlxbc -n '_shtab_mlxbc_using ask' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: choice, deadline_ms, draft, echo, frequency_penalty, grammar, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, regex, repetition_penalty, schema, seed, stop, temperature, template_options, thinking, thinking_budget, top_k, top_logprobs, top_p'
+complete -c mlxbc -n '_shtab_mlxbc_using ask' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: cache, choice, deadline_ms, draft, echo, frequency_penalty, grammar, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, regex, repetition_penalty, schema, seed, session, stop, temperature, template_options, thinking, thinking_budget, top_k, top_logprobs, top_p'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s t -l template -xka "(mlxbc complete templates)" -d 'ask as this template says'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -s p -l param -x -d 'fill a blank of the template; may be repeated'
 complete -c mlxbc -n '_shtab_mlxbc_using ask' -l save -x -d 'keep all this as a template, and ask nothing'
@@ -90,7 +90,7 @@ complete -c mlxbc -n '_shtab_mlxbc_using chat' -s h -l help -d 'show this help m
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s f -l file -xka "(__fish_complete_path (commandline -ct))" -d 'a file whose text goes before the arguments; may be repeated'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s s -l system -x -d 'the system prompt'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
-complete -c mlxbc -n '_shtab_mlxbc_using chat' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: choice, deadline_ms, draft, echo, frequency_penalty, grammar, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, regex, repetition_penalty, schema, seed, stop, temperature, template_options, thinking, thinking_budget, top_k, top_logprobs, top_p'
+complete -c mlxbc -n '_shtab_mlxbc_using chat' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: cache, choice, deadline_ms, draft, echo, frequency_penalty, grammar, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, regex, repetition_penalty, schema, seed, session, stop, temperature, template_options, thinking, thinking_budget, top_k, top_logprobs, top_p'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -s c -l continue -d 'go on with the last conversation'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -l cid -xka "(mlxbc complete conversations)" -d 'go on with this conversation; mlxbc log lists them'
 complete -c mlxbc -n '_shtab_mlxbc_using chat' -l log -d 'keep the conversation, so that -c can go on with it'
@@ -107,7 +107,7 @@ complete -c mlxbc -n '_shtab_mlxbc_using fim' -s 1 -l single-line -d 'end at the
 complete -c mlxbc -n '_shtab_mlxbc_using fim' -l path -x -d 'what the file is called (default: its own name)'
 complete -c mlxbc -n '_shtab_mlxbc_using fim' -l language -x -d 'its language (default: by its name)'
 complete -c mlxbc -n '_shtab_mlxbc_using fim' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
-complete -c mlxbc -n '_shtab_mlxbc_using fim' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: choice, deadline_ms, draft, echo, frequency_penalty, grammar, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, regex, repetition_penalty, schema, seed, stop, temperature, template_options, thinking, thinking_budget, top_k, top_logprobs, top_p'
+complete -c mlxbc -n '_shtab_mlxbc_using fim' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: cache, choice, deadline_ms, draft, echo, frequency_penalty, grammar, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, regex, repetition_penalty, schema, seed, session, stop, temperature, template_options, thinking, thinking_budget, top_k, top_logprobs, top_p'
 complete -c mlxbc -n '_shtab_mlxbc_using fim' -l insert -d 'print the whole file, with the new text in it'
 complete -c mlxbc -n '_shtab_mlxbc_using fim' -l json -d 'print one JSON object: text, reason, usage, timings, ...'
 complete -c mlxbc -n '_shtab_mlxbc_using fim' -l stats -d 'print token counts and times to standard error'
@@ -116,7 +116,7 @@ complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a 
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -s h -l help -d 'show this help message and exit'
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -s s -l system -x -d 'the system prompt'
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
-complete -c mlxbc -n '_shtab_mlxbc_using explain' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: choice, deadline_ms, draft, echo, frequency_penalty, grammar, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, regex, repetition_penalty, schema, seed, stop, temperature, template_options, thinking, thinking_budget, top_k, top_logprobs, top_p'
+complete -c mlxbc -n '_shtab_mlxbc_using explain' -s o -l option -xka "(mlxbc complete options)" -d 'set one option of the generation; may be repeated. Keys: cache, choice, deadline_ms, draft, echo, frequency_penalty, grammar, keep_alive, logit_bias, logprobs, max_tokens, min_p, presence_penalty, priority, regex, repetition_penalty, schema, seed, session, stop, temperature, template_options, thinking, thinking_budget, top_k, top_logprobs, top_p'
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -l raw -d 'take the text as it is, without the model'"'"'s chat template'
 complete -c mlxbc -n '_shtab_mlxbc_using explain' -l json -d 'print one JSON object'
 complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a log -d 'Look at the conversations that are kept, and say whether they are.'
@@ -168,6 +168,13 @@ complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a 
 complete -c mlxbc -n '_shtab_mlxbc_using config' -s h -l help -d 'show this help message and exit'
 complete -c mlxbc -n '_shtab_mlxbc_using config' -l json -d 'with show: print one JSON object'
 complete -c mlxbc -n '_shtab_mlxbc_using config; and test $_shtab_mlxbc_npos -eq 0' -ka "show init check reload path" -d 'one of those below'
+complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a cache -d 'Show the prefix cache, empty it, or ask what it has of a prompt.'
+complete -c mlxbc -n '_shtab_mlxbc_using cache' -s h -l help -d 'show this help message and exit'
+complete -c mlxbc -n '_shtab_mlxbc_using cache' -s s -l system -x -d 'the system prompt'
+complete -c mlxbc -n '_shtab_mlxbc_using cache' -s m -l model -xka "(mlxbc complete models)" -d 'a name that mlxbc models lists, or a path such as ./model (default: the daemon'"'"'s own choice)'
+complete -c mlxbc -n '_shtab_mlxbc_using cache' -l raw -d 'take the text as it is, without the model'"'"'s chat template'
+complete -c mlxbc -n '_shtab_mlxbc_using cache' -l json -d 'print one JSON object'
+complete -c mlxbc -n '_shtab_mlxbc_using cache; and test $_shtab_mlxbc_npos -eq 0' -ka "show explain prime clear" -d 'one of those below'
 complete -c mlxbc -n '_shtab_mlxbc_using; and test $_shtab_mlxbc_npos -eq 0' -a status -d 'Show how the daemon is. It answers at once, whatever the device does.'
 complete -c mlxbc -n '_shtab_mlxbc_using status' -s h -l help -d 'show this help message and exit'
 complete -c mlxbc -n '_shtab_mlxbc_using status' -l prometheus -d 'print what a Prometheus exporter would'

@@ -49,6 +49,10 @@ class Constraint(Protocol):
         """Take in the row's next token, which is not an end token."""
         ...
 
+    def forced(self) -> list[int]:
+        """The tokens that come next whatever is drawn, as far as they are known; empty where there is a choice."""
+        ...
+
     def retract(self, count: int) -> None:
         """Take the last `count` accepted tokens back."""
         ...

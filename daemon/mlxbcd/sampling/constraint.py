@@ -124,6 +124,17 @@ class RowConstraint:
             words[reasoning.opening // 32] |= 1 << (reasoning.opening % 32)
         return words
 
+    def forced(self) -> list[int]:
+        """The tokens that come next whatever is drawn, as far as they are known; empty where there is a choice."""
+        reasoning, place, grammar = self._reasoning, self._place, self._ruling
+        if place.inside:
+            assert reasoning is not None
+            spent = reasoning.budget is not None and place.thought >= reasoning.budget
+            return [reasoning.closing] if spent else []
+        if grammar is None or (reasoning is not None and not place.begun):
+            return []
+        return grammar.forced()
+
     def accept(self, *tokens: int) -> None:
         """Take in the row's next tokens."""
         for token in tokens:

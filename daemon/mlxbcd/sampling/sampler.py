@@ -300,6 +300,9 @@ class _Fixed:
     def retract(self, count: int) -> None:
         raise TypeError("this stands for one draw only")
 
+    def forced(self) -> list[int]:
+        return []
+
     def copy(self) -> _Fixed:
         return self
 
