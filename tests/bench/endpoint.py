@@ -104,6 +104,9 @@ async def _over_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
     body = json.dumps(asked).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
+    status = await reader.readline()
+    if not status.startswith(b"HTTP/1.1 200 "):
+        raise RuntimeError(f"the endpoint answered {status.decode().strip()}")
     while (line := await reader.readline()) != b"0\r\n":
         if line.startswith(b"data: {"):
             first = first or perf_counter()

@@ -20,15 +20,17 @@ from bench.stories import words
 from mlxbcd.config.sources import fixed
 from mlxbcd.device import Device
 from mlxbcd.engine.engine import Engine
-from mlxbcd.engine.runner import Report
+from mlxbcd.engine.runner import Leaving, Report
 from mlxbcd.engine.scheduler import Iteration, Policy
 from mlxbcd.methods.events import Drawn, Emit, Event, Prefilled
 from mlxbcd.model.blas import BlasReport
 from mlxbcd.plan.request import Request
 from mlxbcd.plan.resolve import Capabilities
 from mlxbcd.residency.build import Built
+from mlxbcd.residency.grammars import Grammars
 from mlxbcd.residency.names import resolve
 from mlxbcd.residency.resident import Resident
+from mlxbcd.residency.words import Words
 from mlxbcd.sampling.sampler import Sample
 from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.contract import Fault, Service
@@ -36,8 +38,6 @@ from mlxbcd.serve.live import LiveService
 from mlxbcd.serve.main import run
 from mlxbcd.serve.options import Options
 from mlxbcd.state.geometry import Key
-from mlxbcd.text.template import ChatTemplate
-from mlxbcd.text.tokenizer import Tokenizer
 
 STEP_S = 0.001
 _CONTEXT = 1_000_000
@@ -69,13 +69,15 @@ class CannedRunner:
         self,
         iteration: Iteration,
         start: Sequence[tuple[Key, Request]],
-        leave: Sequence[Key],
+        leave: Sequence[Leaving],
         emit: Emit,
     ) -> Report:
         """See `mlxbcd.engine.runner.Runner.iterate`."""
-        for key in leave:
-            self._rows.pop(key, None)
+        for leaving in leave:
+            self._rows.pop(leaving.key, None)
         self._rows |= {key: _Row(key, request) for key, request in start}
+        if start:
+            emit([Prefilled(key, 0) for key, _ in start])
         decoding = [row for row in self._rows.values() if row.decoding]
         if iteration.decode and decoding:
             time.sleep(STEP_S)
@@ -104,7 +106,8 @@ class CannedRunner:
 async def build(options: Options, on_fatal: Fault) -> Service:
     """The real service, with a model in memory that needs none."""
     source = resolve(options.model)
-    tokenizer = Tokenizer.load(source.path)
+    vocabulary = Words.load(source.path)
+    tokenizer = vocabulary.tokenizer
     runner = CannedRunner(tokenizer.encode(words(_CANNED_WORDS, 0)))
     device = Device()
     device.start()
@@ -122,12 +125,16 @@ async def build(options: Options, on_fatal: Fault) -> Service:
     service = LiveService(
         device, Configuration(fixed(options)), on_fatal, BlasReport("native", "nothing is multiplied")
     )
-    template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+    grammars = Grammars(_no_grammars, service._workers)
     service._residency.models[source.path] = Resident(
-        source, tokenizer, template, engine, built, 0.0, source.path / "nowhere" / "costs.json"
+        source, vocabulary, grammars, engine, built, 0.0, source.path / "nowhere" / "costs.json"
     )
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _report)
     return service
+
+
+def _no_grammars() -> Any:
+    raise NotImplementedError("nothing is drawn here, so nothing can be constrained")
 
 
 def _report() -> None:
