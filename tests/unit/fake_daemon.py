@@ -107,6 +107,7 @@ class FakeDaemon:
         self._pid = os.getpid() if pid is None else pid
         self._max_frame = max_frame
         self._hang_up = hang_up
+        self._hung_up = False
         self._sockets: list[socket.socket] = []
         self._errors: list[BaseException] = []
         self._threads: list[threading.Thread] = []
@@ -123,6 +124,7 @@ class FakeDaemon:
     ) -> None:
         self.close()
         if self._hang_up:
+            self._hung_up = True
             for sock in self._sockets:
                 with contextlib.suppress(OSError):  # its script has ended
                     sock.shutdown(socket.SHUT_RDWR)
@@ -165,7 +167,8 @@ class FakeDaemon:
             except Gone:
                 pass
             except BaseException as error:
-                self._errors.append(error)
+                if not (self._hung_up and isinstance(error, OSError)):
+                    self._errors.append(error)
 
 
 def accepted(request: wire.Generate, **fields: int) -> wire.Accepted:

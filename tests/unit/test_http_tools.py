@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import openai
 import pydantic
 import pytest
@@ -171,15 +172,19 @@ def test_what_was_to_be_a_call_is_reported(endpoint: Endpoint, asking: openai.Op
 class Recorder:
     """A script that keeps the requests and gives each the same answer."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, usage: wire.Usage | None = None) -> None:
         self.requests: list[wire.Generate] = []
         self._text = text
+        self._usage = usage
 
     def __call__(self, session: Session) -> None:
         while True:
             request = session.receive(wire.Generate)
             self.requests.append(request)
-            session.send(accepted(request), wire.Token(id=request.id, text=self._text), done(request))
+            end = done(request)
+            if self._usage is not None:
+                end = msgspec.structs.replace(end, usage=self._usage)
+            session.send(accepted(request), wire.Token(id=request.id, text=self._text), end)
 
 
 class City(pydantic.BaseModel):
@@ -198,6 +203,20 @@ def test_a_response_is_held_to_its_format(endpoint: Endpoint, asking: openai.Ope
     assert isinstance(schemas[0], dict)
     assert schemas[0]["properties"]["population"]["type"] == "integer"
     assert schemas[1:] == [{"type": "object"}, None]
+
+
+@pytest.mark.parametrize("content", ["x = 1\n", [{"type": "text", "text": "x = "}, {"type": "text", "text": "1\n"}]])
+def test_a_prediction_is_text_that_may_be_repeated(endpoint: Endpoint, asking: openai.OpenAI, content: Any) -> None:
+    record = Recorder("x = 2\n", wire.Usage(prompt=5, generated=9, drafted=8, accepted=6))
+    with FakeDaemon(endpoint.socket, record, hang_up=True):
+        answer = asking.chat.completions.create(
+            model="tiny", messages=HELLO, prediction={"type": "content", "content": content}
+        )
+    assert record.requests[0].echo == ["x = 1\n"]
+    assert answer.usage
+    details = answer.usage.completion_tokens_details
+    assert details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 2)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +250,7 @@ def test_a_suffix_is_text_after_the_gap(endpoint: Endpoint, asking: openai.OpenA
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "parallel_tool_calls": False, "n": 2}, "parallel_tool_calls"),
+        ({"prediction": {"type": "content", "content": 3}}, "prediction"),
         ({"reasoning_effort": "heroic"}, "reasoning_effort"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),

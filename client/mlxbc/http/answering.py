@@ -226,7 +226,8 @@ class _Making:
 
     def _usage(self) -> replies.Usage:
         reasoning = sum(one.reasoning_tokens for one in self._alternatives)
-        return replies.usage([result.usage for result in self._results.values()], reasoning)
+        counts = [result.usage for result in self._results.values()]
+        return replies.usage(counts, reasoning, predicted=self._order.predicted)
 
 
 class _Events:

@@ -85,6 +85,25 @@ def effort(wanted: str | None) -> dict[str, Any]:
     return dict(_EFFORTS[wanted])
 
 
+def prediction(given: Mapping[str, Any] | None) -> str | None:
+    """What the client thinks the answer will be like.
+
+    Raises:
+        Refused: that is no text.
+    """
+    match given:
+        case None:
+            return None
+        case {"type": "content", "content": str(text)}:
+            return text or None
+        case {"type": "content", "content": list(parts)}:
+            try:
+                return _text(msgspec.convert(parts, list[Part]), "prediction.content") or None
+            except msgspec.ValidationError as error:
+                raise refused("prediction.content", str(error)) from None
+    raise refused("prediction", "a prediction has type content, and a text as its content")
+
+
 def refused(param: str, message: str) -> Refused:
     """What can't be done, by name."""
     return Refused(message, param=param, code="unsupported_parameter")

@@ -25,6 +25,8 @@ class PromptDetails(Struct, frozen=True):
 
 class CompletionDetails(Struct, frozen=True):
     reasoning_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(Struct, frozen=True):
@@ -289,11 +291,20 @@ def finish(reason: wire.FinishReason, *, calls: bool) -> Finish:
     return "tool_calls" if calls else "stop"
 
 
-def usage(parts: list[wire.Usage], reasoning: int) -> Usage:
-    """The counts of all generations of a response together."""
+def usage(parts: list[wire.Usage], reasoning: int, *, predicted: bool) -> Usage:
+    """The counts of all generations of a response together.
+
+    Args:
+        reasoning: tokens of it.
+        predicted: tell how many guesses were right.
+    """
     prompt, generated = sum(part.prompt for part in parts), sum(part.generated for part in parts)
     cached = sum(part.cached for part in parts)
-    return Usage(prompt, generated, prompt + generated, PromptDetails(cached), CompletionDetails(reasoning))
+    details = CompletionDetails(reasoning)
+    if predicted:
+        accepted = sum(part.accepted for part in parts)
+        details = CompletionDetails(reasoning, accepted, sum(part.drafted for part in parts) - accepted)
+    return Usage(prompt, generated, prompt + generated, PromptDetails(cached), details)
 
 
 def _chat_logprobs(entries: list[wire.TokenLogprob]) -> ChatLogprobs:

@@ -46,7 +46,6 @@ _ANYWAY: Final[Mapping[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "store": (False,),
     "verbosity": (),
-    "prediction": (),
     "functions": (),
     "function_call": ("none", "auto"),
     "audio": (),
@@ -67,6 +66,7 @@ class Order(Struct, frozen=True, kw_only=True):
         logprobs: the response has log-probabilities.
         prefixes: texts that go before those of each prompt.
         single_call: a response ends with its first tool call.
+        predicted: the client said what the answer may be, and wants to know how right that was.
     """
 
     generate: list[dict[str, Any]]
@@ -77,6 +77,7 @@ class Order(Struct, frozen=True, kw_only=True):
     logprobs: bool
     prefixes: list[str]
     single_call: bool
+    predicted: bool
 
 
 def chat(body: Chat) -> Order:
@@ -103,8 +104,12 @@ def chat(body: Chat) -> Order:
             raise refused("service_tier", f"service_tier is one of {', '.join(_TIERS)}")
         if (priority := _TIERS[body.service_tier]) is not None:
             fields["priority"] = priority
+    if (predicted := conversing.prediction(body.prediction)) is not None:
+        fields["echo"] = [predicted]
     single = bool(body.tools) and body.parallel_tool_calls is False
-    return _order(body, [fields], logprobs=bool(body.logprobs), single_call=single)
+    return _order(
+        body, [fields], logprobs=bool(body.logprobs), single_call=single, predicted=body.prediction is not None
+    )
 
 
 def completion(body: Completion) -> Order:
@@ -139,6 +144,7 @@ def _order(
     logprobs: bool,
     prefixes: list[str] | None = None,
     single_call: bool = False,
+    predicted: bool = False,
 ) -> Order:
     options = body.stream_options
     if options is not None and not body.stream:
@@ -158,6 +164,7 @@ def _order(
         logprobs=logprobs,
         prefixes=prefixes or [""] * len(generate),
         single_call=single_call,
+        predicted=predicted,
     )
 
 

@@ -34,6 +34,8 @@ class Options(llm.Options):
     seed: int | None = Field(None, description="repeats an answer")
     max_tokens: int | None = Field(None, description="longest answer")
     stop: str | list[str] | None = Field(None, description="text that ends the answer, or a JSON list of several")
+    thinking: bool | None = Field(None, description="think first, or don't")
+    thinking_budget: int | None = Field(None, description="tokens of reasoning before the answer has to begin")
     template_options: dict[str, Any] | None = Field(None, description="JSON for the model's chat template")
 
 
