@@ -49,7 +49,14 @@ def largest(rectangles):
         area = rectangle.width * rectangle.height
         if best is None or area > best.width * best.height:
             best = rectangle
-    return best'''
+    return best
+
+
+def describe(rectangle):
+    """Return a line of text about one rectangle."""
+    width, height = rectangle.width, rectangle.height
+    shape = "square" if width == height else "rectangle"
+    return f"a {shape} of {width} by {height}, {width * height} in all"'''
 
 _INVENTORY = '''class Inventory:
     """Counts of items in a warehouse."""
@@ -72,7 +79,13 @@ _INVENTORY = '''class Inventory:
             del self.items[item]
 
     def total(self):
-        return sum(self.items.values())'''
+        return sum(self.items.values())
+
+    def report(self):
+        lines = [f"{self.name}: {self.total()} items"]
+        for item, count in sorted(self.items.items()):
+            lines.append(f"  {item}: {count}")
+        return "\\n".join(lines)'''
 
 _HARBOUR = (
     "The harbour of Lindow lies in a narrow bay between two cliffs. In the moning the fishing boats leave before "
@@ -80,7 +93,9 @@ _HARBOUR = (
     "o'clock. Families from the villages arround walk down the steep road to buy fish, bread and vegetables, and the "
     "children watch the boats being cleaned. In winter the bay is often covered with fog, so the keeper of the old "
     "lighthouse rings a bell every ten minutes until the last boat has returned. The bell was cast in 1842 and can be "
-    "heard for three miles. Visitors are welcome to climb the tower, from which the whole coast can be seen."
+    "heard for three miles. Visitors are welcome to climb the tower, from which the whole coast can be seen. On the "
+    "first Sunday of June the whole village meets at the pier, and the oldest captain reads the names of all boats "
+    "that were ever built there."
 )
 
 _GARDEN = (
@@ -89,7 +104,8 @@ _GARDEN = (
     "and let it rest for a week. Plant tomatoes where they get sun for at least six hours a day, and leave half a "
     "metre between them. Beans can grow closer together, but they need poles to climb. Lettuce prefers some shade in "
     "the afternoon. Water in the early morning, not at noon, and pour the water on the soil instead of the leaves. "
-    "After the harvest, cover the beds with straw to protect the soil from the rain."
+    "After the harvest, cover the beds with straw to protect the soil from the rain. Keep the tools dry, and sharpen "
+    "the spade before the first frost, because a sharp spade saves half of the work in spring."
 )
 
 _CONFIG = """server:
@@ -115,12 +131,18 @@ cache:
 features:
   search: true
   recommendations: false
-  export: true"""
+  export: true
+mail:
+  host: mail.internal
+  port: 587
+  sender: orders@example.org"""
+
+_WHOLE = "the whole corrected paragraph"
 
 TASKS: Final = (
-    Task("rename", "Repeat this code exactly, but rename the function largest to biggest.", _AREA, copies=True),
+    Task("rename", "Rename the method add to put in this class. Print the complete class.", _INVENTORY, copies=True),
     Task("class", "Repeat this code exactly, but rename the class Inventory to Stock.", _INVENTORY, copies=True),
-    Task("typos", "Copy this text exactly, and correct its two spelling mistakes.", _HARBOUR, copies=True),
+    Task("typos", f"Fix the spelling mistakes in this paragraph and return {_WHOLE}.", _HARBOUR, copies=True),
     Task("metre", "Repeat this text word for word, but write meter instead of metre.", _GARDEN, copies=True),
     Task("config", "Repeat this file exactly, but set the number of workers to 8.", _CONFIG, copies=True),
     Task("explain", "Explain in your own words what this code does.", _AREA, copies=False),

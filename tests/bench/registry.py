@@ -27,6 +27,7 @@ BENCHES: Final[Mapping[str, str]] = {
     "memory": "bench.memory",
     "rows": "bench.rows",
     "grammar": "bench.grammar",
+    "spec": "bench.spec",
     "gap": "bench.gap",
     "priority": "bench.priority",
 }

@@ -38,8 +38,8 @@ from mlxbcd.state.rows import COLD, Joiner, Rows, commit
 WIDEST: Final = 32
 """Tokens of the widest window: wider ones are hardly faster per token, and a sliding window's ring has to hold them."""
 
-_KEEPS: Final = 0.97
-_WEIGHT: Final = 6.0
+_KEEPS: Final = 0.9
+_WEIGHT: Final = 4.0
 _LEARNS: Final = 0.998
 _FIRMNESS: Final = 12.0
 """How fast a row's rates and those of its kind of request forget, and how many observations each one's prior counts."""

@@ -11,7 +11,7 @@ from mlxbcd.spec.rates import Believed, Prior, Rates
 Key: TypeAlias = Hashable
 """Names a row."""
 
-PAYS: Final = 1.03
+PAYS: Final = 1.05
 """A round with drafts must promise this many times the tokens per second of plain steps."""
 
 _PLACES: Final = 16

@@ -23,7 +23,7 @@ _RESUMED: Final = 4
 PLACES: Final = _LENGTHS + _RESUMED
 """Places of an echo's rates: by how many tokens have agreed, then by how many have since it resumed after a change."""
 
-BELIEVED: Final = Believed([0.3, 0.4, 0.55, 0.7, 0.8, 0.9, 0.94, 0.96, 0.45, 0.6, 0.75, 0.85])
+BELIEVED: Final = Believed([0.2, 0.3, 0.4, 0.55, 0.7, 0.85, 0.92, 0.96, 0.3, 0.5, 0.7, 0.85])
 """Rates of spans before any have been seen."""
 
 _RESUMABLE: Final = 8
