@@ -39,3 +39,34 @@ def silent(path: Path, *, greeting: bool = False) -> Iterator[None]:
             for connection in accepted:
                 connection.close()
             path.unlink()
+
+
+@contextmanager
+def refusing(path: Path, codec: Codec) -> Iterator[None]:
+    """A daemon of another version: it says so to everybody, and hangs up."""
+    refusal = wire.Error(code="proto_mismatch", message="the daemon speaks protocol 9; install one version of both")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def refuse() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(1)
+                    connection.sendall(frame(refusal, codec))
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(1 << 16):
+                        pass
+
+        refuser = Thread(target=refuse)
+        refuser.start()
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            refuser.join()
+            path.unlink()

@@ -12,11 +12,12 @@ from typing import TypeAlias
 
 import pytest
 from fake_service import FakeDaemon, FakeJob
-from listeners import silent
+from listeners import refusing, silent
 from real_daemon import Daemon
 from real_emacs import LIBRARY, Emacs, emacs, installed
 
 from mlxbc import wire
+from mlxbc.framing import Codec
 from mlxbc.paths import socket_path
 
 pytestmark = pytest.mark.skipif(not installed(), reason="no emacs and emacsclient on the PATH")
@@ -299,6 +300,26 @@ def test_a_daemon_that_was_restarted_is_found_again(scripted: Scripted, editor: 
         suggest(fake, fake.job(), "rn b")
         editor.until(lambda: editor.ghost() == "rn b")
     assert editor.told() == []
+
+
+def test_a_daemon_of_another_version_is_told_of_once(editor: Emacs, socket: Path, directory: Path) -> None:
+    with refusing(socket, Codec.JSON):
+        typing(editor, directory)
+        editor.until(editor.told)
+        for _ in range(3):
+            editor.eval("(with-current-buffer (window-buffer) (mlxbc-complete) nil)")
+            editor.until(lambda: editor.eval("(process-live-p mlxbc--process)") == "nil")
+        editor.eval("(progn (mlxbc-status) nil)")
+        refusal = "mlxbc: the daemon speaks protocol 9; install one version of both"
+        # Once for all that nobody asked for, and once for what somebody did. Emacs counts what it repeats.
+        editor.until(lambda: editor.told() == [f"{refusal} [2 times]"])
+
+
+def test_status_is_one_line(scripted: Scripted, editor: Emacs) -> None:
+    with scripted():
+        editor.eval("(progn (mlxbc-status) nil)")
+        editor.until(editor.told)
+        assert editor.told() == ["mlxbc: ready, 1 running, 0 queued, "]
 
 
 def test_a_chat_streams_into_its_buffer_and_goes_on(scripted: Scripted, editor: Emacs) -> None:

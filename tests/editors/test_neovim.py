@@ -9,11 +9,12 @@ from typing import TypeAlias
 
 import pytest
 from fake_service import FakeDaemon, FakeJob
-from listeners import silent
+from listeners import refusing, silent
 from real_daemon import Daemon
 from real_neovim import Neovim, neovim, programs
 
 from mlxbc import wire
+from mlxbc.framing import Codec
 from mlxbc.paths import socket_path
 
 Scripted: TypeAlias = Callable[[], AbstractContextManager[FakeDaemon]]
@@ -304,6 +305,44 @@ def test_a_daemon_that_was_restarted_is_found_again(scripted: Scripted, editor: 
         suggest(fake, fake.job(), "rn b")
         editor.until(lambda: editor.ghost() == "rn b")
     assert editor.told() == []
+
+
+def test_a_daemon_of_another_version_is_told_of_once(editor: Neovim, socket: Path) -> None:
+    with refusing(socket, Codec.MSGPACK):
+        typing(editor)
+        editor.until(editor.told)
+        for _ in range(3):
+            editor.lua("require('mlxbc.completion').ask()")
+        editor.lua("vim.cmd('Mlxbc status')")
+        refusal = "mlxbc: the daemon speaks protocol 9; install one version of both"
+        # Once for all that nobody asked for, and once for what somebody did.
+        editor.until(lambda: editor.told() == [refusal] * 2)
+
+
+def test_suggestions_are_switched_off_and_on(scripted: Scripted, editor: Neovim) -> None:
+    watching = "return vim.fn.exists('#mlxbc.completion#TextChangedI')"
+    with scripted() as fake:
+        typing(editor, "", "{ completion = { debounce_ms = 0 } }")
+        commands = ("vim.cmd('Mlxbc disable')", "vim.cmd('Mlxbc enable')")
+        for off, on in (commands, ("vim.b.mlxbc = false", "vim.b.mlxbc = nil")):
+            jobs = len(fake.service.jobs)
+            editor.lua(off)
+            assert editor.lua(watching) == ("disable" not in off)
+            editor.keys("x")
+            editor.lua("vim.wait(50)")
+            assert len(fake.service.jobs) == jobs
+            editor.lua(on)
+            editor.keys("y")
+            assert fim(new_job(fake, jobs + 1)).prefix.endswith("xy")
+
+
+def test_status_is_one_line_and_an_unknown_word_is_refused(scripted: Scripted, editor: Neovim) -> None:
+    with scripted():
+        editor.lua("vim.cmd('Mlxbc status')")
+        editor.until(editor.told)
+        assert editor.told() == ["mlxbc: ready, 1 running, 0 queued, "]
+    editor.lua("vim.cmd('Mlxbc sing')")
+    assert "unknown word sing; there are cancel, chat, " in editor.told()[1]
 
 
 def test_a_chat_streams_into_its_buffer_and_goes_on(scripted: Scripted, editor: Neovim) -> None:

@@ -10,10 +10,12 @@ from typing import Any, TypeAlias
 
 import pytest
 from fake_service import FakeDaemon, FakeJob
+from listeners import refusing
 from real_daemon import Daemon
 from real_node import EXTENSION, Node, installed, missing, node
 
 from mlxbc import wire
+from mlxbc.framing import Codec
 from mlxbc.paths import socket_path
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -251,6 +253,16 @@ def test_a_daemon_that_was_restarted_is_found_again(scripted: Scripted, editor: 
         suggest(fake, fake.job(), "urn")
         assert suggestion.result(10) == ["urn"]
     assert editor.value("host.told") == []
+
+
+def test_a_daemon_of_another_version_is_told_of_once(editor: Node, socket: Path) -> None:
+    with refusing(socket, Codec.JSON):
+        editor.run(f"host.open('sums.py', '{CODE}')")
+        assert [typed(editor).result(10) for _ in range(3)] == [[]] * 3
+        editor.run("await host.commands['mlxbc.status']()")
+        refusal = "mlxbc: the daemon speaks protocol 9; install one version of both"
+        # Once for all that nobody asked for, and once for what somebody did.
+        assert editor.value("host.told") == [refusal] * 2
 
 
 def test_the_chat_view_streams_and_knows_what_was_said(scripted: Scripted, editor: Node) -> None:

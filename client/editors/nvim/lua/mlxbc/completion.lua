@@ -116,6 +116,7 @@ local function wanted()
     and vim.b.mlxbc ~= false
     and not vim.tbl_contains(settings.exclude, vim.bo.filetype)
     and vim.fn.pumvisible() == 0
+    and vim.fn.reg_executing() == ''
 end
 
 -- What was typed at the end of `old` to get `new`; nil if something else has happened.
