@@ -358,6 +358,8 @@ class Shutdown(_Request, frozen=True, tag="shutdown"):
 
     id: Id
     drain: bool = True
+    handover: bool = False
+    """Another daemon takes the path: give it up before answering. Running requests may finish, but not for long."""
 
 
 Request: TypeAlias = (

@@ -145,6 +145,18 @@ def test_a_daemon_started_by_hand_leaves_the_managers_socket_alone(directory: Pa
                 assert client.pinged()
 
 
+def test_a_service_is_not_replaced_behind_its_managers_back(directory: Path) -> None:
+    with manager(directory, SCRIPTED) as started:
+        with FakeClient(started.path, Codec.JSON) as first:
+            assert first.pinged()
+        line = [*SCRIPTED, "--socket", str(started.path), "--replace"]
+        second = subprocess.run(line, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False)
+        assert second.returncode == os.EX_CONFIG
+        assert "mlxbc service restart" in second.stderr
+        with connected(started.path) as client:
+            assert client.pinged()
+
+
 def test_heartbeats_come_while_the_daemon_serves_and_while_it_drains(directory: Path) -> None:
     with manager(directory, SCRIPTED, watchdog_s=0.1) as started, connected(started.path) as client:
         assert started.heard().startswith("READY=1")

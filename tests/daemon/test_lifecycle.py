@@ -283,6 +283,95 @@ def test_a_daemon_starts_again_after_the_last_one_was_killed(path: Path) -> None
         assert client.pinged()
 
 
+# ------------------------------------------------------------------------------------------------------- hand-over
+
+
+def test_a_new_daemon_takes_over_while_what_runs_finishes_and_no_client_is_ever_refused(path: Path) -> None:
+    with process(path) as old, old.client() as busy:
+        running(busy)
+        with (
+            process(path, "--replace", wait_for="taking over") as new,
+            FakeClient(path, Codec.MSGPACK) as waiting,
+        ):
+            # From now on whoever connects reaches the new one, and waits.
+            waiting.say(wire.Hello(proto=wire.PROTOCOL, client="test"))
+            refused: wire.Reply | None = None
+            while not isinstance(refused, wire.Error):
+                busy.say(wire.Generate(id=2, prompt="count 0"))
+                refused = busy.until_terminal(2)[-1]
+            assert (refused.code, refused.retryable) == ("shutting_down", True)
+            assert new.popen.poll() is None
+            assert old.popen.poll() is None, "it waits for what runs"
+            with FakeClient(old.path, Codec.JSON) as late:
+                late.say(wire.Count(id=3, text="release"))
+                # The old one can't be reached any more, so what runs there is ended by hand.
+                busy.say(wire.Cancel(id=1))
+                assert isinstance(busy.until_terminal(1)[-1], wire.Done), "what ran has finished"
+                busy.close()
+                assert old.ended() == 0
+                welcome = waiting.read()
+                assert isinstance(welcome, wire.Welcome)
+                assert welcome.pid == new.popen.pid
+                assert isinstance(late.until_terminal(3)[-1], wire.Counted)
+            assert path.exists(), "the old one has not removed what is the new one's"
+            new.popen.send_signal(signal.SIGTERM)
+            assert new.ended() == 0
+    assert not path.exists()
+
+
+def test_connecting_never_fails_while_daemons_take_over_from_each_other(path: Path) -> None:
+    stop = threading.Event()
+    refusals: list[OSError] = []
+    answers: list[int] = []
+
+    def connect() -> None:
+        while not stop.is_set():
+            try:
+                with FakeClient(path, Codec.MSGPACK) as client:
+                    client.say(wire.Hello(proto=wire.PROTOCOL, client="test"))
+                    reply = client.read()
+                    # One that was being accepted when its daemon ended hears nothing, and asks again.
+                    answers.extend([reply.pid] if isinstance(reply, wire.Welcome) else [])
+            except OSError as error:
+                refusals.append(error)
+
+    with contextlib.ExitStack() as stack:
+        daemons = [stack.enter_context(process(path))]
+        thread = threading.Thread(target=connect)
+        thread.start()
+        try:
+            for _ in range(3):
+                daemons.append(stack.enter_context(process(path, "--replace")))
+                assert daemons[-2].ended() == 0
+        finally:
+            stop.set()
+            thread.join()
+    assert [error for error in refusals if not isinstance(error, ConnectionResetError | BrokenPipeError)] == []
+    assert set(answers) == {daemon.popen.pid for daemon in daemons}
+
+
+def test_without_a_daemon_to_replace_one_starts_as_usual(path: Path) -> None:
+    with process(path, "--replace") as daemon, daemon.client() as client:
+        assert client.pinged()
+
+
+def test_a_detached_daemon_replaces_the_old_one_and_tells_its_own_id(path: Path) -> None:
+    first = detached(path, wait=True)
+    log = path.parent.parent / "logs" / "mlxbcd.log"
+    script = DETACH.replace('wait=wait == "wait"', "wait=True, replace=True")
+    start = [sys.executable, "-c", script, str(path), str(log), "wait"]
+    line = command(path, "--log-file", str(log), "--replace")
+    second = subprocess.run(start + line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (second.returncode, second.stderr) == (0, "")
+    assert second.stdout != first.stdout
+    with FakeClient(path, Codec.MSGPACK) as client:
+        client.say(wire.Hello(proto=wire.PROTOCOL))
+        welcome = client.read()
+        assert isinstance(welcome, wire.Welcome)
+        assert welcome.pid == int(second.stdout)
+    stop(path)
+
+
 # ----------------------------------------------------------------------------------------------------------- quiet
 
 

@@ -168,7 +168,7 @@ BAD = {
     "unknown field": ({"type": "generate", "id": 7, "prompt": "x", "temperatur": 1}, "temperatur"),
     "wrong type": ({"type": "generate", "id": 7, "prompt": 5}, "$.prompt"),
     "out of range": ({"type": "generate", "id": 7, "prompt": "x", "top_p": 1.5}, "$.top_p"),
-    "nested wrong type": ({"type": "count", "id": 7, "messages": [{"role": "user"}]}, "content"),
+    "nested wrong type": ({"type": "count", "id": 7, "messages": [{"role": "user", "content": 3}]}, "content"),
     "unknown message": ({"type": "dance", "id": 7}, "dance"),
     "no type": ({"id": 7}, "type"),
     "a reply": ({"type": "pong", "id": 7}, "pong"),

@@ -64,6 +64,6 @@ def _text(report: wire.StatusReport) -> str:
     if report.version != __version__:
         lines.append(
             f"note      this command is version {__version__}; "
-            f"restart the daemon with: mlxbc stop && mlxbc serve --detach"
+            f"replace the daemon with: mlxbc serve --replace --detach"
         )
     return "\n".join(lines) + "\n"

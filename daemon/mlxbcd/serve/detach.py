@@ -25,11 +25,12 @@ _OTHER_S: Final = 5.0
 """How long a daemon that was faster than ours may take to listen."""
 
 
-def detach(command: Sequence[str], path: Path, log: Path, *, wait: bool) -> int:
+def detach(command: Sequence[str], path: Path, log: Path, *, wait: bool, replace: bool = False) -> int:
     """Start `command`, a daemon that will listen on `path` and log to `log`, in a session of its own.
 
     Prints the process id of the daemon that serves `path`: the new one, or one that was there already. With
-    `wait` that happens when it answers; if it dies before, the end of its log goes to stderr.
+    `wait` that happens when it answers; if it dies before, the end of its log goes to stderr. With `replace` the
+    new one takes over from whoever serves there.
 
     Returns:
         An exit code: 0 if a daemon was started or found and, with `wait`, answers.
@@ -38,7 +39,7 @@ def detach(command: Sequence[str], path: Path, log: Path, *, wait: bool) -> int:
         OSError: the log can't be written, or the command not be run.
     """
     listening = _listener(path)
-    if listening is not None:
+    if listening is not None and not replace:
         # A service manager that listens for its daemon is not that daemon: only an answer tells who serves.
         running = _ask(path) if wait else listening
         _say(f"already running on {path} (pid {running or listening})")
@@ -54,7 +55,7 @@ def detach(command: Sequence[str], path: Path, log: Path, *, wait: bool) -> int:
         )
     if not wait:
         return _print(child.pid)
-    pid = _await_answer(child, path)
+    pid = _await_answer(child, path, listening if replace else None)
     if pid is not None:
         return _print(pid)
     _say(f"the daemon ended with code {child.returncode} before it answered; from its log ({log}):")
@@ -62,12 +63,16 @@ def detach(command: Sequence[str], path: Path, log: Path, *, wait: bool) -> int:
     return child.returncode or os.EX_SOFTWARE
 
 
-def _await_answer(child: subprocess.Popen[bytes], path: Path) -> int | None:
-    """The id of the daemon that answers: ours, or one that was faster; None if ours died without one."""
+def _await_answer(child: subprocess.Popen[bytes], path: Path, old: int | None) -> int | None:
+    """The id of the daemon that answers: ours, or one that was faster; None if ours died without one.
+
+    Args:
+        old: one that may answer until ours has taken over.
+    """
     given_up = None
     while True:
         pid = _ask(path)
-        if pid is not None:
+        if pid is not None and not (pid == old and child.poll() is None):
             if pid != child.pid:
                 # Ours has nothing to do, unless the other one ends before it notices: then nobody would know of it.
                 child.terminate()

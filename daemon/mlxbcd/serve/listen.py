@@ -79,17 +79,38 @@ class Listener:
             return
         self._closed = True
         self.socket.close()
-        if not self.inherited and _inode(self.path) == self._inode:
-            self.path.unlink(missing_ok=True)
+        if self._lock is not None or self.inherited:
+            if not self.inherited and _inode(self.path) == self._inode:
+                self.path.unlink(missing_ok=True)
+            self._unlock()
+
+    def hand_over(self) -> bool:
+        """Let another daemon take the path; False if it is a service manager's. Until then this one listens."""
+        if self.inherited:
+            return False
+        self._unlock()
+        return True
+
+    @property
+    def taken(self) -> bool:
+        """Another daemon listens at the path now."""
+        return _inode(self.path) != self._inode
+
+    def _unlock(self) -> None:
         # The lock's file stays: removing it would let two daemons lock two files of one name.
         if self._lock is not None:
             os.close(self._lock)
+            self._lock = None
 
 
-def listen(path: Path) -> Listener:
+def listen(path: Path, *, replacing: bool = False) -> Listener:
     """Bind `path` (mode 0600, in a directory of mode 0700) and listen.
 
     Must run before other threads create files: it narrows the process's umask for a moment.
+
+    Args:
+        replacing: a daemon that has handed the path over may still listen there: put the new socket in its place, in
+            one step.
 
     Raises:
         AlreadyRunning: a live daemon holds this path, or a service manager; that one has now started its daemon.
@@ -99,8 +120,11 @@ def listen(path: Path) -> Listener:
     _private_directory(path)
     lock = _lock(path)
     try:
-        _remove_stale(path)
-        sock = _bind(path)
+        if replacing:
+            sock = _bind_in_place(path)
+        else:
+            _remove_stale(path)
+            sock = _bind(path)
         try:
             return Listener(path, sock, lock)
         except BaseException:
@@ -230,6 +254,25 @@ def _bind(path: Path) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror}") from None
+    return sock
+
+
+def _bind_in_place(path: Path) -> socket.socket:
+    """Bind beside `path` and rename, so that at no moment nobody listens; where the longer name is too long, unlink."""
+    beside = path.with_name(f"{path.name}~")
+    try:
+        checked_socket_path(beside)
+    except ConfigError:
+        path.unlink(missing_ok=True)
+        return _bind(path)
+    beside.unlink(missing_ok=True)
+    sock = _bind(beside)
+    try:
+        beside.rename(path)
+    except OSError as error:
+        sock.close()
+        beside.unlink(missing_ok=True)
         raise ConfigError(f"cannot listen on {path}: {error.strerror}") from None
     return sock
 

@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 
 from mlxbc.errors import ConfigError
 from mlxbcd.errors import ServeError
-from mlxbcd.serve import activation, logs
+from mlxbcd.serve import activation, logs, takeover
 from mlxbcd.serve.contract import Build, Fault, Service
 from mlxbcd.serve.limits import Limits
 from mlxbcd.serve.listen import AlreadyRunning, Listener, adopt, listen
@@ -59,7 +59,11 @@ def run(options: Options, build: Build, limits: Limits | None = None) -> int:
     notifier = Notifier.from_environment()
     try:
         inherited = activation.inherited()
-        listener = listen(options.socket) if inherited is None else adopt(inherited)
+        predecessor = takeover.ask_for(options.socket) if options.replace and inherited is None else None
+        if inherited is None:
+            listener = listen(options.socket, replacing=predecessor is not None)
+        else:
+            listener = adopt(inherited)
     except AlreadyRunning as error:
         # To systemd, a service that ends before it was ready has failed, and would be started again.
         notifier.ready(str(error))
@@ -72,7 +76,7 @@ def run(options: Options, build: Build, limits: Limits | None = None) -> int:
     with listener:
         _allow_files(limits.connections + _OTHER_FILES)
         try:
-            code: int = uvloop.run(_serve(options, build, limits, listener, notifier))
+            code: int = uvloop.run(_serve(options, build, limits, listener, notifier, predecessor))
             return code
         except ServeError as error:
             log.error("cannot serve: %s", error.message)
@@ -83,7 +87,14 @@ def run(options: Options, build: Build, limits: Limits | None = None) -> int:
             return os.EX_SOFTWARE
 
 
-async def _serve(options: Options, build: Build, limits: Limits, listener: Listener, notifier: Notifier) -> int:
+async def _serve(
+    options: Options,
+    build: Build,
+    limits: Limits,
+    listener: Listener,
+    notifier: Notifier,
+    predecessor: int | None = None,
+) -> int:
     from mlxbcd.serve.herald import Herald
     from mlxbcd.serve.lifecycle import Lifecycle
     from mlxbcd.serve.server import Server
@@ -101,16 +112,24 @@ async def _serve(options: Options, build: Build, limits: Limits, listener: Liste
     def on_fatal(error: BaseException) -> None:
         loop.call_soon_threadsafe(lifecycle.fail, error)
 
-    service = await lifecycle.unless_asked(build(options, on_fatal), limits.close_s)
+    service = await lifecycle.unless_asked(_build_after(predecessor, build, options, on_fatal), limits.close_s)
     if service is not None:
         loop.add_signal_handler(signal.SIGHUP, service.reload)
         log.info("ready after %.2f s", time.monotonic() - started)
         async with Herald(notifier, lifecycle, service, str(listener.path)):
-            await Server(service, lifecycle, limits=limits).serve(listener.socket)
+            await Server(service, lifecycle, limits=limits, path=listener).serve(listener.socket)
     log.info("stopped")
     if lifecycle.fault is not None or lifecycle.stuck:
         _leave(listener, lifecycle.exit_code)
     return lifecycle.exit_code
+
+
+async def _build_after(predecessor: int | None, build: Build, options: Options, on_fatal: Fault) -> Service:
+    """The service, once a daemon that has handed over has ended: its memory may be what the models need."""
+    if predecessor is not None:
+        log.info("taking over from process %d, which finishes what runs there", predecessor)
+        await takeover.gone(predecessor)
+    return await build(options, on_fatal)
 
 
 async def _service(options: Options, on_fatal: Fault) -> Service:
@@ -148,7 +167,7 @@ def _detach(options: Options, *, wait: bool) -> int:
     assert options.log_file is not None
     # -P: the directory that the daemon is started in must not be able to replace its modules.
     command = [sys.executable, "-P", "-m", "mlxbcd.serve.main", *options.arguments()]
-    return detach(command, options.socket, options.log_file, wait=wait)
+    return detach(command, options.socket, options.log_file, wait=wait, replace=options.replace)
 
 
 def _allow_files(needed: int) -> None:

@@ -17,6 +17,7 @@ examples:
   mlxbcd                              serve in the foreground, log to stderr
   mlxbcd --detach --wait              serve in the background; return once it answers
   mlxbcd --model smollm2 --no-preload load the default model at the first request
+  mlxbcd --replace --detach --wait    after an update: take over without an interruption
   mlxbcd --set requests.queue=100     any setting; mlxbc config lists them
 
 A second daemon on the same socket says that one is already running, and exits 0.
@@ -41,15 +42,17 @@ class Options(Settings):
 
     Attributes:
         socket: where to listen.
+        replace: take the path over from a daemon that runs.
         config: what a reload starts from; None where these settings are all there is.
     """
 
     socket: Path
     config: Config | None = None
+    replace: bool = False
 
     def arguments(self) -> list[str]:
         """The command line that gives these options, as far as a command line gave them."""
-        line = ["--socket", str(self.socket)]
+        line = ["--socket", str(self.socket), *(["--replace"] if self.replace else [])]
         if self.config is not None:
             line += ["--config", str(self.config.file)] if self.config.named and self.config.file else []
             line += [f"--set={key}={value}" for key, value in self.config.flags.items()]
@@ -100,7 +103,11 @@ def parse(argv: Sequence[str] | None = None) -> Command:
         config = load(flags | {"log.file": _default_log()}, options=_FLAGS | {"log.file": "--detach"}, file=file)
     settings = {one.name: getattr(config.settings, one.name) for one in fields(Settings)}
     socket = _absolute(found.socket) if found.socket else _default_socket()
-    return Command(options=Options(socket=socket, config=config, **settings), detach=found.detach, wait=found.wait)
+    return Command(
+        options=Options(socket=socket, replace=found.replace, config=config, **settings),
+        detach=found.detach,
+        wait=found.wait,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,6 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--detach", action="store_true", help="serve in the background; print the process id")
     parser.add_argument("--wait", action="store_true", help="with --detach: return when it answers, or show why not")
+    parser.add_argument(
+        "--replace", action="store_true", help="take over from a running daemon, which finishes what runs and ends"
+    )
     parser.add_argument("--socket", metavar="PATH", help="listen here (default: $MLXBC_SOCKET or the user's own)")
     parser.add_argument("--model", metavar="NAME", help="the model for requests that name none")
     parser.add_argument(

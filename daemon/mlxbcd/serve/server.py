@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import socket
-from typing import Final
+import time
+from typing import Final, Protocol
 
 from mlxbcd.errors import ServeError
 from mlxbcd.serve.contract import Service
@@ -18,8 +19,22 @@ from mlxbcd.serve.session import Session
 
 log = logging.getLogger(__name__)
 
+_TAKING_S: Final = 5.0
+"""How long a daemon that asked for the path may take to listen there."""
+_POLL_S: Final = 0.01
 _REFUSALS: Final = 64
 """Connections over the limit that are told so; more are closed without a word."""
+
+
+class Path(Protocol):
+    """The place where the server listens."""
+
+    def hand_over(self) -> bool:
+        """Let another daemon take it; False if it isn't ours to give."""
+
+    @property
+    def taken(self) -> bool:
+        """Another daemon listens there now."""
 
 
 class Server:
@@ -29,16 +44,25 @@ class Server:
         service: does the work; closed by `serve`.
         lifecycle: says when to stop, and how.
         user: the uid whose processes may connect; None is this process's.
+        path: what can be handed over to another daemon; None if that isn't possible.
     """
 
     def __init__(
-        self, service: Service, lifecycle: Lifecycle, *, limits: Limits | None = None, user: int | None = None
+        self,
+        service: Service,
+        lifecycle: Lifecycle,
+        *,
+        limits: Limits | None = None,
+        user: int | None = None,
+        path: Path | None = None,
     ) -> None:
         self.service = service
         self.limits = limits or Limits()
         self.ledger = Ledger(self.limits.buffered)
         self.user = os.geteuid() if user is None else user
         self._lifecycle = lifecycle
+        self._path = path
+        self._handing_over: asyncio.Task[None] | None = None
         self._sessions: set[Session] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -68,6 +92,21 @@ class Server:
     def stop(self, *, drain: bool) -> None:
         """A client asks the daemon to stop."""
         self._lifecycle.stop(drain=drain)
+
+    def hand_over(self) -> bool:
+        """Another daemon takes the path. What runs may finish, but whoever comes to the other one waits for that."""
+        if self._path is None or not self._path.hand_over():
+            return False
+        if self._handing_over is None:
+            self._handing_over = asyncio.get_running_loop().create_task(self._hand_over(self._path))
+        return True
+
+    async def _hand_over(self, path: Path) -> None:
+        # Whoever connects before the other one listens must find somebody.
+        given_up = time.monotonic() + _TAKING_S
+        while not path.taken and time.monotonic() < given_up:
+            await asyncio.sleep(_POLL_S)
+        self._lifecycle.stop(drain=True, patience=self.limits.drain_s)
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections on `listener`, a listening Unix socket, until the end.

@@ -64,6 +64,9 @@ class Host(Protocol):
     def stop(self, *, drain: bool) -> None:
         """A client asks the daemon to stop."""
 
+    def hand_over(self) -> bool:
+        """Another daemon takes the path, and this one ends; False if the path isn't its own to give."""
+
 
 class State(IntEnum):
     """How far a connection is. It only ever moves down this list."""
@@ -257,14 +260,23 @@ class Session(asyncio.Protocol):
         elif isinstance(message, wire.Ping):
             self._outbox.send(wire.Pong(id=message.id))
         elif isinstance(message, wire.Shutdown):
-            log.info("told to stop by %r (pid %d)", self._client, self._pid)
-            self._outbox.send(wire.Bye(id=message.id))
-            self._host.stop(drain=message.drain)
+            self._shut_down(message)
         elif len(self._running) >= self._limits.requests:
             text = f"{self._limits.requests} requests of this connection are running: wait for one to end"
             self._refuse(ServeError("queue_full", text), message.id)
         else:
             self._submit(message)
+
+    def _shut_down(self, message: wire.Shutdown) -> None:
+        log.info("told to %s by %r (pid %d)", "hand over" if message.handover else "stop", self._client, self._pid)
+        if not message.handover:
+            self._outbox.send(wire.Bye(id=message.id))
+            self._host.stop(drain=message.drain)
+        elif self._host.hand_over():
+            self._outbox.send(wire.Bye(id=message.id))
+        else:
+            text = "a service manager holds the path of this daemon; replace it with: mlxbc service restart"
+            self._refuse(ServeError("bad_request", text), message.id)
 
     def _submit(self, request: Work) -> None:
         send = self._send_status if isinstance(request, wire.Status) else self._outbox.send
