@@ -161,7 +161,7 @@ def test_status_tells_a_person_how_the_daemon_is(path: Path, output: Output) -> 
 def test_status_notes_a_daemon_older_than_the_command(path: Path, output: Output) -> None:
     with FakeDaemon(path, lambda session: report(session, version="0.0.9")):
         cli.main(["status"])
-    assert "mlxbc stop && mlxbc serve --detach" in output()[0]
+    assert "mlxbc serve --replace --detach" in output()[0]
 
 
 def test_status_tells_a_program_everything(path: Path, output: Output) -> None:

@@ -63,7 +63,6 @@ def _text(report: wire.StatusReport) -> str:
     ]
     if report.version != __version__:
         lines.append(
-            f"note      this command is version {__version__}; "
-            f"replace the daemon with: mlxbc serve --replace --detach"
+            f"note      this command is version {__version__}; replace the daemon with: mlxbc serve --replace --detach"
         )
     return "\n".join(lines) + "\n"
