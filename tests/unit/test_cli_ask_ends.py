@@ -164,6 +164,30 @@ def test_a_second_ctrl_c_does_not_wait_for_the_daemon(path: Path) -> None:
         assert process.wait(10) == 130
 
 
+@pytest.mark.parametrize("arguments", [(), ("--md",), ("--log",)])
+def test_ctrl_c_twice_at_the_keyboard_leaves_at_once_and_the_terminal_as_it_was(
+    path: Path, arguments: tuple[str, ...]
+) -> None:
+    cancelled = threading.Event()
+
+    def script(session: Session) -> None:
+        request = session.receive(wire.Generate)
+        session.send(accepted(request), wire.Token(id=request.id, text="Once upon"))
+        session.receive(wire.Cancel)
+        cancelled.set()
+        session.until_gone()
+
+    home = {"HOME": str(path.parent)}
+    with FakeDaemon(path, script), OnTerminal(path, "ask", *arguments, "?", **home) as terminal:
+        terminal.see("Once upon")
+        terminal.interrupt()
+        assert cancelled.wait(10)
+        terminal.interrupt()
+        assert terminal.end() == 130
+        assert b"\x1b[?25l" not in terminal.screen
+        assert b"Traceback" not in terminal.screen
+
+
 def test_an_ignored_interrupt_stays_ignored(path: Path) -> None:
     interrupted = threading.Event()
 

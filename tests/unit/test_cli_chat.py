@@ -101,6 +101,16 @@ def test_it_can_be_left_at_once(path: Path, keys: str) -> None:
         assert terminal.end() == 0
 
 
+def test_a_conversation_is_one_session_of_the_daemons_cache(path: Path) -> None:
+    partner = Partner()
+    with FakeDaemon(path, partner):
+        command_line.run(path, "chat", stdin=b"one\ntwo\n")
+        command_line.run(path, "chat", stdin=b"three\n")
+    first, again, other = (request.session for request in partner.requests)
+    assert first
+    assert first == again != other
+
+
 def test_clear_forgets_all_but_the_system_prompt(path: Path) -> None:
     partner = Partner()
     with FakeDaemon(path, partner):

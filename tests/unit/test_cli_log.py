@@ -74,6 +74,7 @@ def test_a_conversation_that_was_kept_goes_on_with_its_system_prompt_and_model(p
     ]
     assert [request.model for request in partner.requests] == ["other", "other", "third", "third"]
     (file,) = kept(path)
+    assert [request.session for request in partner.requests] == [None, file.stem, file.stem, file.stem]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     assert len(file.read_bytes().splitlines()) == 4

@@ -273,6 +273,7 @@ def test_every_setting_reaches_the_daemon(endpoint: Endpoint) -> None:
             frequency_penalty=-0.5,
             logit_bias={"42": -100},
             user="somebody",
+            prompt_cache_key="a conversation",
             store=False,
             extra_body={
                 "top_k": 40,
@@ -299,6 +300,7 @@ def test_every_setting_reaches_the_daemon(endpoint: Endpoint) -> None:
         min_p=0.1,
         repetition_penalty=1.1,
         keep_alive=300,
+        session="a conversation",
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         logit_bias={42: -100.0},

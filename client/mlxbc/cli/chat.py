@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,10 @@ class _Chat:
         self.attended = sys.stdin is not None and sys.stdin.isatty()
         self.interrupted = False
         self._args = args
-        self._fields = {"priority": "interactive", **fields} if self.attended else fields
+        # What the daemon keeps of the conversation, it keeps and lets go together.
+        self._fields = {"session": f"chat-{os.urandom(8).hex()}", **fields}
+        if self.attended:
+            self._fields.setdefault("priority", "interactive")
         self._before = files
         self._log: Conversation | None = earlier(args)
         self._history: list[wire.Message] = [] if self._log is None else self._log.messages(None)

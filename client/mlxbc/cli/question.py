@@ -104,6 +104,7 @@ class Question:
         else:
             before = self._conversation.messages(self._system)
             self.fields["messages"] = [*before, wire.Message(role="user", content=self._text)]
+            self.fields.setdefault("session", self._conversation.cid)
             if self._conversation.model is not None:
                 self.fields.setdefault("model", self._conversation.model)
 

@@ -91,10 +91,10 @@ class _Sampling(_Object, frozen=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     keep_alive: wire.KeepAlive | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=128)] | None = None
     # These name the caller to a service that has accounts. There are none here, so nothing is lost with them.
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
 
 

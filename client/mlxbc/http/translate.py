@@ -172,6 +172,8 @@ def _sampling(body: Chat | Completion) -> dict[str, Any]:
     fields = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if stop := _stop(body.stop):
         fields["stop"] = stop
+    if body.prompt_cache_key:
+        fields["session"] = body.prompt_cache_key
     return fields
 
 
