@@ -72,7 +72,8 @@ class Prompter:
             tools = request.tools if request.tool_choice != "none" else []
             return await self.chat(words, request.messages, request.template_options, tools, request.thinking)
         if request.fim is not None:
-            return await self._fim(words, request.fim, context - max_tokens(request, 0))
+            # A long file is cut alike for one line, for many, and for priming: each finds what another has computed.
+            return await self._fim(words, request.fim, context - max(max_tokens(request, 0), FIM_TOKENS))
         assert request.prompt is not None
         return Prompt(tokens=await self.workers.run(words.tokenizer.encode, request.prompt), text=request.prompt)
 
