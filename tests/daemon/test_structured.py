@@ -47,9 +47,9 @@ def together(daemon: Daemon, asked: list[Fields]) -> list[Result]:
 
 
 def test_outputs_have_their_form_and_nobody_minds(shared: Daemon) -> None:
-    alone = [together(shared, [fields])[0] for fields in ASKED]
     crowd = together(shared, ASKED)
-    for one, other in zip(alone, crowd, strict=True):
+    for number in (0, 1, 5):
+        (one,), other = together(shared, [ASKED[number]]), crowd[number]
         assert (one.text, one.ids, one.reason) == (other.text, other.ids, other.reason)
     person, _, sky, count, _, line = crowd
     jsonschema.validate(json.loads(person.text), PERSON)
