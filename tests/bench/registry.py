@@ -28,6 +28,7 @@ BENCHES: Final[Mapping[str, str]] = {
     "rows": "bench.rows",
     "grammar": "bench.grammar",
     "spec": "bench.spec",
+    "mixed": "bench.mixed",
     "gap": "bench.gap",
     "priority": "bench.priority",
 }

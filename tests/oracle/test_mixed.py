@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from mlxbcd.engine.packing import PackingRanges
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.model.load import load as load_model
 from mlxbcd.model.load import read_config
 from mlxbcd.model.packed import Packer
+from mlxbcd.plan.request import Request, Sampling
 from mlxbcd.state import packing
 from mlxbcd.state.composition import Composition, KvScheme, inspect
 from mlxbcd.state.rows import COLD, Joiner, Rows, Turn, commit
@@ -21,6 +24,7 @@ from oracle import coverage
 from oracle.alone import TOLERANCE, Conversion, relative_error, rounded_texts
 from oracle.crowd import WIDEST, Newcomer
 from oracle.families import FAMILIES, load
+from oracle.inprocess import alone, engine, together
 from oracle.mixed import MixedCrowd, packing_of
 from oracle.probes import PASS
 from oracle.programs import MixedPrograms, run_programs
@@ -112,6 +116,40 @@ class Real:
         logits = [self.forward.head(each) for each in hidden]
         mx.eval(logits, [turn.arrays() for turn in turns])
         return turns, logits
+
+
+class Always(PackingRanges):
+    """Packs whatever it can, and counts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = 0
+
+    def choose(self, riding: int, total: int, expected_s: float, budget_s: float) -> bool:
+        return True
+
+    def saw(self, riding: int, total: int, seconds: float, expected_s: float, *, packed: bool) -> None:
+        self.packed += packed
+
+
+@pytest.mark.model
+@pytest.mark.timeout(900)
+async def test_a_real_models_requests_that_arrive_while_others_decode_draw_what_they_draw_alone(
+    model_directory: Path,
+) -> None:
+    tokenizer = Tokenizer.load(model_directory)
+    prompts = [tokenizer.encode(text)[:40] for text in (ledger(9, 7), module(9), ledger(9, 3))]
+    requests = [
+        Request(prompt=tuple(ids), max_tokens=9, eos=frozenset(), sampling=Sampling(temperature=i % 2, seed=i))
+        for i, ids in enumerate(prompts)
+    ]
+    async with engine(model_directory) as running:
+        wanted = [await alone(running, request) for request in requests]
+        running.policy = replace(running.policy, planned_chunk=16)
+        running.packing = always = Always()
+        tokens, _ = await together(running, requests, 9, one_at_a_time=True)
+    assert always.packed >= 4
+    assert tokens == wanted
 
 
 @pytest.mark.model

@@ -407,6 +407,11 @@ class Engine:
             begin = end - piece.seconds
             self._tracer.span("prefill", self._track, begin, end, tokens=piece.width, context=piece.context, key=key)
             end = begin
+        if (mixed := report.mixed) is not None and mixed.packed and iteration.piece is not None:
+            key, begin, tokens = str(iteration.piece.key), end - mixed.seconds, mixed.width
+            more: dict[str, int] = {"rows": mixed.rows, "context": mixed.context}
+            self._tracer.span("mixed forward", self._track, begin, end, key=key, tokens=tokens, **more)
+            end = begin
         for count, seconds in reversed(report.steps):
             self._tracer.span("decode step", self._track, end - seconds, end, rows=count)
             end -= seconds
