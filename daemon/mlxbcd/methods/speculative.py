@@ -142,12 +142,13 @@ class SpeculativeGroup(DecodeGroup):
 
     def step(self, emit: Emit, shared: StepBuilder | None = None) -> None:
         """One round, or one plain step. A round's forward is its own: see `DecodeGroup.step` for `shared`."""
-        if self._flight is not None and self._waits():
+        depth = self._due()
+        if self._flight is not None and (depth > 0 or self._waits()):
             self.settle(emit)
         if self._flight is None:
             if any(row.ended for row in self._rows.values()):
                 self.settle(emit)
-            if self._rows and (windows := self._windows()):
+            if self._rows and (windows := self._windows(depth)):
                 self._round(windows, emit)
                 return
         super().step(emit, shared)
@@ -193,13 +194,25 @@ class SpeculativeGroup(DecodeGroup):
             chances.append(echo.chances(len(echo.propose(n))) if echo is not None and n > 1 and not row.ended else [])
         return any(chances) and worth_waiting(chances, self._costs)
 
-    def _windows(self) -> list[_Window]:
-        """The rows' windows, in any order; nothing if a plain step is as good."""
+    def _due(self) -> int:
+        """How deep the drafter should draft in this step."""
+        if self._depth is None:
+            return 0
+        rows = [row for key, row in self._rows.items() if self._speculations[key].drafts and not row.ended]
+        room = min(max(map(self._room, rows), default=0), self._widest())
+        return self._depth.next(room, [row.key for row in rows]) if room > 0 else 0
+
+    def _windows(self, depth: int) -> list[_Window]:
+        """The rows' windows, in any order; nothing if a plain step is as good.
+
+        Args:
+            depth: of drafts.
+        """
         most = self._widest()
         if most < 1:
             return []
         spans = self._spans(most)
-        drafts = self._drafts(most, spans)
+        drafts = self._drafts(min(depth, most), spans)
         if not any(spans.values()) and not any(drafts.values()):
             return []
         windows = []
@@ -229,20 +242,18 @@ class SpeculativeGroup(DecodeGroup):
             depth = _FIXED if any(each and each[0] > 0.8 for each in chances.values()) else 0
         return {key: span[:depth] for key, span in spans.items()}
 
-    def _drafts(self, most: int, spans: Mapping[Key, Sequence[int]]) -> dict[Key, list[int]]:
+    def _drafts(self, depth: int, spans: Mapping[Key, Sequence[int]]) -> dict[Key, list[int]]:
         """What the drafter proposes for the rows without a span."""
-        if self._drafter is None or self._depth is None:
+        if self._drafter is None or depth < 1:
             return {}
         asked = [
-            Asked(key, row.pending, row.sampler, max(min(self._room(row), most), 0))
+            Asked(key, row.pending, row.sampler, min(room, depth))
             for key, row in self._rows.items()
-            if self._speculations[key].drafts and not spans[key]
+            if self._speculations[key].drafts and not spans[key] and (room := self._room(row)) > 0
         ]
         if not asked:
             return {}
-        depth = self._depth.next(max(row.most for row in asked), [row.key for row in asked])
-        if depth < 1:
-            return {}
+        depth = min(depth, max(row.most for row in asked))
         began = time.perf_counter()
         drafts = self._drafter.draft(asked, depth)
         seconds = time.perf_counter() - began

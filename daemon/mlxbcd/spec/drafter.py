@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final, Protocol
 
 import mlx.core as mx
@@ -19,6 +20,14 @@ from mlxbcd.state.rows import PreparedChange, RowState
 
 LOOKUP: Final = "lookup"
 """The drafter that every model has: what followed where the row's newest tokens stand already. See `spec.echo`."""
+
+
+class Selection(Enum):
+    """How a drafter's tokens are drawn."""
+
+    REQUEST = "request"
+    """By the row's own rules, with the noise of the draw that each stands for."""
+    LIKELIEST = "likeliest"
 
 
 @dataclass(frozen=True, slots=True)
