@@ -146,6 +146,16 @@ def test_a_directory_that_others_may_enter_and_that_holds_more_is_refused_and_le
     assert not (home / "mlxbc.sock").exists()
 
 
+def test_nobody_is_told_to_close_a_directory_that_is_there_for_everybody(tmp_path: Path) -> None:
+    everybody = tmp_path / "tmp"
+    everybody.mkdir()
+    everybody.chmod(0o1777)
+    (everybody / "letter").write_text("dear")
+    with pytest.raises(ConfigError, match=r"mode 1777\): choose a directory of its own") as refusal:
+        listen(everybody / "mlxbc.sock")
+    assert "chmod" not in str(refusal.value)
+
+
 def test_a_link_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to("real")

@@ -11,7 +11,7 @@ from mlxbc.errors import ConfigError
 from mlxbcd import __version__ as installed
 from mlxbcd.doctor.findings import Finding, fault, note, ok
 from mlxbcd.doctor.patient import Patient
-from mlxbcd.serve.listen import holder
+from mlxbcd.serve.listen import holder, shared
 
 _START = "mlxbc serve --detach --wait, or mlxbc service start if it is a service"
 
@@ -35,7 +35,9 @@ def socket(patient: Patient) -> Iterator[Finding]:
         )
     elif found.st_mode & 0o077:
         mode = stat.S_IMODE(found.st_mode)
-        yield fault("socket", f"others may enter {directory} (mode {mode:04o})", f"chmod 700 {directory}")
+        own = "export MLXBC_SOCKET= to a path in a directory of your own"
+        mend = own if shared(found) else f"chmod 700 {directory}"
+        yield fault("socket", f"others may enter {directory} (mode {mode:04o})", mend)
     yield from _socket_itself(path)
 
 

@@ -185,9 +185,15 @@ def _private_directory(path: Path) -> None:
         if not _may_tighten(path):
             raise ConfigError(
                 f"others may enter {directory} (mode {stat.S_IMODE(found.st_mode):04o}): "
-                f"run `chmod 700 {directory}`, or choose a directory of its own for the socket"
+                + ("" if shared(found) else f"run `chmod 700 {directory}`, or ")
+                + "choose a directory of its own for the socket, as MLXBC_SOCKET"
             )
         directory.chmod(0o700)
+
+
+def shared(directory: os.stat_result) -> bool:
+    """Whether a directory is there for everybody, as /tmp is: closing it to others would break their programs."""
+    return bool(directory.st_mode & stat.S_ISVTX)
 
 
 def _may_tighten(path: Path) -> bool:
