@@ -39,9 +39,22 @@ def paused(daemon: FakeDaemon, client: FakeClient, request: int = 1) -> tuple[Fa
 
 # ------------------------------------------------------------------------------------------------ joining, pure
 
-TOKENS = st.builds(
+CALLS = st.builds(
+    lambda id, candidate, n: wire.Token(
+        id=id,
+        text="",
+        channel="tool_calls",
+        candidate=candidate,
+        call=wire.ToolCall(index=n, id="é", name="f", arguments="{}"),
+    ),
+    st.integers(0, 2),
+    st.integers(0, 1),
+    st.integers(0, 9),
+)
+TOKENS = CALLS | st.builds(
     wire.Token,
     id=st.integers(0, 2),
+    candidate=st.sampled_from([0, 0, 1]),
     text=st.text(max_size=5),
     n=st.integers(0, 3),
     channel=st.sampled_from(["text", "reasoning"]),
@@ -67,13 +80,13 @@ def popped(backlog: Backlog) -> list[wire.Reply]:
     return [reply for _ in range(len(backlog)) for reply in inbound.feed(backlog.pop())]
 
 
-def spelled_out(replies: list[wire.Reply], request: int) -> list[object]:
+def spelled_out(replies: list[wire.Reply], request: int, candidate: int) -> list[object]:
     """What a client makes of the replies to one request: the text by the character, with what else it carries."""
     story: list[object] = []
     for reply in replies:
-        if reply.id != request:
+        if reply.id != request or (isinstance(reply, wire.Token) and reply.candidate != candidate):
             continue
-        if not isinstance(reply, wire.Token):
+        if not isinstance(reply, wire.Token) or reply.call is not None:
             story.append(reply)
             continue
         if not story or not isinstance(story[-1], list) or story[-1][0] != reply.channel:
@@ -88,7 +101,8 @@ def spelled_out(replies: list[wire.Reply], request: int) -> list[object]:
 def test_joining_changes_nothing_that_a_client_can_tell(replies: list[wire.Reply]) -> None:
     backlog = backlog_of(replies)
     told = popped(backlog)
-    assert [spelled_out(told, n) for n in range(3)] == [spelled_out(replies, n) for n in range(3)]
+    for request, candidate in itertools.product(range(3), range(2)):
+        assert spelled_out(told, request, candidate) == spelled_out(replies, request, candidate)
     assert (len(backlog), backlog.held) == (0, 0)
 
 
@@ -99,7 +113,8 @@ def test_each_request_waits_with_one_token_frame_per_run(replies: list[wire.Repl
         mine = [reply for reply in told if reply.id == request]
         for one, next_one in itertools.pairwise(mine):
             both = isinstance(one, wire.Token) and isinstance(next_one, wire.Token)
-            assert not both or one.channel != next_one.channel
+            alike = both and (one.channel, one.candidate) == (next_one.channel, next_one.candidate)
+            assert not alike or one.call is not None or next_one.call is not None
 
 
 @given(replies=st.lists(TOKENS | OTHERS, max_size=30))

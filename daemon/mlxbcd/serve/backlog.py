@@ -18,10 +18,10 @@ _LOGPROB: Final = 256
 
 
 class Backlog:
-    """A queue of replies in which consecutive token frames of one request and channel become one.
+    """A queue of replies in which consecutive token frames of one request, candidate and channel become one.
 
-    Frames of one request keep their order, as do frames of different requests, except that text joins what
-    is already queued of its own request.
+    Frames of one output keep their order, as do frames of different requests, except that text joins what
+    is already queued of its own output.
 
     Args:
         encode: makes the bytes of a frame.
@@ -36,7 +36,7 @@ class Backlog:
         self.replies = 0
         self._encode = encode
         self._queue: deque[bytes | _Joined] = deque()
-        self._last: dict[int, _Joined] = {}
+        self._last: dict[int, dict[int, _Joined]] = {}
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -66,9 +66,10 @@ class Backlog:
         self.replies += _ENTRY + len(data)
 
     def _push_token(self, token: wire.Token) -> None:
-        last = self._last.get(token.id)
-        if last is None or last.channel != token.channel or last.size >= JOINED:
-            last = self._last[token.id] = _Joined(token)
+        newest = self._last.setdefault(token.id, {})
+        last = newest.get(token.candidate)
+        if last is None or not last.takes(token):
+            last = newest[token.candidate] = _Joined(token)
             self._queue.append(last)
             self.text += last.size
         else:
@@ -81,8 +82,11 @@ class Backlog:
             self.replies -= _ENTRY + len(oldest)
             return oldest
         self.text -= oldest.size
-        if self._last.get(oldest.id) is oldest:
-            del self._last[oldest.id]
+        newest = self._last.get(oldest.id, {})
+        if newest.get(oldest.candidate) is oldest:
+            del newest[oldest.candidate]
+            if not newest:
+                del self._last[oldest.id]
         return self._encode(oldest.token())
 
     def clear(self) -> None:
@@ -93,14 +97,18 @@ class Backlog:
 
 
 class _Joined:
-    """Consecutive tokens of one request and channel. Its text is UTF-8, so that joining never copies it."""
+    """Consecutive tokens of one output and channel, or one call. Its text is UTF-8, so that joining never copies it."""
 
-    __slots__ = ("_ids", "_logprobs", "_n", "_text", "channel", "id", "size")
+    __slots__ = ("_call", "_channel", "_ids", "_logprobs", "_n", "_text", "candidate", "id", "size")
 
     def __init__(self, token: wire.Token) -> None:
         self.id = token.id
-        self.channel = token.channel
         self.size = _ENTRY
+        self._channel = token.channel
+        self.candidate = token.candidate
+        self._call = token.call
+        if token.call is not None:
+            self.size += _ENTRY + len(token.call.name) + len(token.call.arguments.encode())
         self._text = bytearray()
         self._n = 0
         self._ids: list[int] = []
@@ -109,6 +117,11 @@ class _Joined:
 
     def __repr__(self) -> str:
         return f"_Joined(id {self.id}, {self._n} tokens, {self.size} bytes)"
+
+    def takes(self, token: wire.Token) -> bool:
+        """Whether a token frame may join it."""
+        whole = self._call is not None or token.call is not None or self.size >= JOINED
+        return not whole and (self._channel, self.candidate) == (token.channel, token.candidate)
 
     def join(self, token: wire.Token) -> int:
         """Add a token frame; the bytes that it costs."""
@@ -130,7 +143,9 @@ class _Joined:
             id=self.id,
             text=self._text.decode(),
             n=self._n,
-            channel=self.channel,
+            channel=self._channel,
+            call=self._call,
+            candidate=self.candidate,
             ids=self._ids,
             logprobs=self._logprobs,
         )
