@@ -51,6 +51,8 @@ class Neovim:
         self.lua("vim.opt.runtimepath:prepend(...) vim.cmd('runtime plugin/mlxbc.lua')", str(PLUGIN))
         # Messages, as a person would read them.
         self.lua("Told = {} vim.notify = function(text) table.insert(Told, text) end")
+        # A key that does nothing but to show that it was handled, and so those before it.
+        self.lua("Handled = 0 vim.keymap.set({ 'n', 'i', 'x' }, '<F12>', '<Cmd>lua Handled = Handled + 1<CR>')")
 
     def call(self, method: str, *arguments: Any) -> Any:
         """One function of Neovim's API."""
@@ -85,8 +87,11 @@ class Neovim:
         self.call("nvim_command", f"edit {name}")
 
     def keys(self, keys: str) -> None:
-        """Press keys. They are handled one by one before the next question over RPC is answered."""
+        """Press keys, and wait until they were handled."""
+        handled = self.lua("return Handled")
         self.call("nvim_input", keys)
+        self.call("nvim_input", "<F12>")
+        self.until(lambda: self.lua("return Handled") > handled)
 
     def buffer(self) -> str:
         return "\n".join(self.call("nvim_buf_get_lines", 0, 0, -1, True))
