@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from http_endpoint import TOKEN, Endpoint
 
+from mlxbc.llm_plugin.models import Mlxbc
+
 pytestmark = pytest.mark.model
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
@@ -143,3 +145,10 @@ def test_the_text_before_a_gap_and_after_it_is_completed(asking: openai.OpenAI) 
         temperature=0,
     )
     assert answer.choices[0].text
+
+
+def test_llm_is_answered_too(shared: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLXBC_SOCKET", str(shared.path))
+    response = Mlxbc(None).prompt("What is the capital of France?", temperature=0, max_tokens=9)
+    assert "Paris" in response.text()
+    assert response.usage().output == 9 or (response.response_json or {})["reason"] == "stop"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, aclosing
 from typing import Final, TypeAlias
 
 from msgspec import UNSET, UnsetType
@@ -95,12 +95,13 @@ class Answer(Response):
             streams = [client.generate(**fields) for fields in self._order.generate]
             for stream in streams:
                 stack.callback(stream.close)
-            async for number, event in _merged(streams):
-                pieces = made.take(number, event)
-                if self._order.single_call and type(event) is wire.Token and event.call is not None:
-                    streams[number].cancel()
-                if out is not None:
-                    await out.tell(pieces, event)
+            async with aclosing(_merged(streams)) as told:
+                async for number, event in told:
+                    pieces = made.take(number, event)
+                    if self._order.single_call and type(event) is wire.Token and event.call is not None:
+                        streams[number].cancel()
+                    if out is not None:
+                        await out.tell(pieces, event)
 
 
 def refusal(refused: Refused) -> Response:
@@ -113,7 +114,7 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-async def _merged(streams: Sequence[AsyncStream]) -> AsyncIterator[Told]:
+async def _merged(streams: Sequence[AsyncStream]) -> AsyncGenerator[Told, None]:
     """Everything that all streams tell, as it comes, each stream's result last.
 
     Raises:
