@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlxbc.wire import ErrorCode
+if TYPE_CHECKING:
+    # The wire needs msgspec, and what only computes does not.
+    from mlxbc.wire import ErrorCode
 
 RETRYABLE: frozenset[str] = frozenset({"queue_full", "timeout", "shutting_down", "device_error", "out_of_memory"})
 

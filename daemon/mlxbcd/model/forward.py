@@ -22,7 +22,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxbcd.model import cpu
+from mlxbcd.model import cpu, cuda
 
 _TRUNKS = ("model", "transformer", "backbone")
 _HEADS = {"lm_head", "as_linear", "output", "embed_out", "embed_tokens", "lm_head_gain"}
@@ -70,6 +70,8 @@ class Forward:
         self._on_cpu = mx.default_device().type == mx.DeviceType.cpu
         if self._on_cpu:
             cpu.bind(model)
+        if cuda.available():
+            cuda.bind(model)
 
     def __repr__(self) -> str:
         return f"Forward({type(self.model).__module__.rsplit('.', 1)[-1]}, separate_head={self.separate_head})"

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 
-from mlxbcd.model import cpu
+from mlxbcd.model import cpu, cuda
 
 Parts: TypeAlias = tuple[mx.array, ...]
 """Keys and values as a scheme stores them: arrays [rows, heads, positions, …]."""
@@ -43,6 +43,8 @@ class Plain:
     def attend(self, queries: mx.array, parts: Parts, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         keys, values = parts
         if (out := cpu.attention(queries, keys, values, scale, mask, sinks)) is not None:
+            return out
+        if (out := cuda.attention(queries, keys, values, scale, mask, sinks)) is not None:
             return out
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
