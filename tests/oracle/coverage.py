@@ -25,6 +25,7 @@ alone with mlx-lm's own caches, and otherwise why they don't share one.
 - **rollback**: in one batch, each row takes back another number of tokens.
 - **quantised**: 8-bit keys and values in a batch; alone means mlx-lm's own cache, holding them rounded to 8 bits.
 - **restore**: copies of rows, cut back where the layers can be, run on among others in batches of up to 16.
+- **compiled**: decode steps run through traced functions, each traced once.
 - **packs**: rows that decode and pieces of prompts share one packed forward, around windows where there are some.
 """
 

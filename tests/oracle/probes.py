@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from mlxbcd.methods.step import Off
 from mlxbcd.state.composition import KvScheme
 from mlxbcd.state.rows import Rows
 from mlxbcd.state.schemes import Quantised
@@ -13,6 +14,8 @@ from oracle.alone import Conversion, rounded_texts
 from oracle.crowd import CHUNK, WIDEST, Crowd, Newcomer
 from oracle.families import Family
 from oracle.mixed import MixedCrowd, packing_of
+from oracle.traced import CompiledCrowd
+from tracing import CAN_TRACE, traced
 
 PASS: Final = "pass"
 FULL: Final = 16
@@ -129,6 +132,28 @@ def restore(family: Family) -> str:
     return PASS
 
 
+def compiled(family: Family) -> str:
+    """Decode steps run through traced functions, from class to class and around windows, each traced once."""
+    if family.composition.reason:
+        return "alone"
+    if not CAN_TRACE:
+        return PASS
+    crowd = CompiledCrowd(family)
+    with traced():
+        first, *_ = crowd.admit([Newcomer(0, 5), Newcomer(1, 13), Newcomer(1, 15)])
+        for _ in range(3):
+            crowd.step()
+        crowd.filter(set(crowd.keys) - {first})
+        crowd.step()
+        crowd.step()
+    crowd.check_states()
+    if crowd.off == {Off.UNTRACEABLE}:
+        return Off.UNTRACEABLE.value
+    crowd.check_traces()
+    assert crowd.compiled == 5
+    return PASS
+
+
 def packs(family: Family) -> str:
     """Rows that decode, pieces of one prompt or of two, and windows of several tokens share packed forwards."""
     if family.composition.reason:
@@ -160,5 +185,6 @@ COLUMNS: Final[Mapping[str, Callable[[Family], str]]] = {
     "rollback": rollback,
     "quantised": quantised,
     "restore": restore,
+    "compiled": compiled,
     "packs": packs,
 }

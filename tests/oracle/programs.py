@@ -13,6 +13,7 @@ from oracle.crowd import CHUNK, WIDEST, Crowd, Newcomer, Saved
 from oracle.families import load
 from oracle.mixed import MixedCrowd, Prompt, packing_of
 from oracle.probes import FULL
+from oracle.traced import CompiledCrowd
 
 _LONGEST: Final = 26
 """Tokens of the longest prompt: three windows and two."""
@@ -111,6 +112,18 @@ class MixedPrograms(Programs):
         if pieces:
             self.mixed.step_beside(self.prompts, pieces, width)
             self.prompts = [prompt for prompt in self.prompts if prompt.left]
+
+
+class CompiledPrograms(Programs):
+    """The same with steps of one token through traced functions, each traced once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = self.crowd = CompiledCrowd(load(self.name))
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.compiled.check_traces()
 
 
 def run_programs(kind: type[Programs], name: str, programs: int) -> None:

@@ -13,12 +13,15 @@ from tiny import LLAMA, VOCABULARY, make_model, make_request, oracle, parts
 
 from mlxbcd.engine.calibrate import faster_ahead
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Row
+from mlxbcd.methods.compiled import CompiledSteps
 from mlxbcd.methods.events import Drawn, Event, Failed
+from mlxbcd.methods.step import EagerSteps
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.sampling.sampler import RowSampler, Sample, sample
 from mlxbcd.state.alone import AloneRow
 from mlxbcd.state.composition import Composition, inspect
 from mlxbcd.state.rows import COLD, Joiner, Rows, commit
+from tracing import needs_a_compiler, traced
 
 BOTH = pytest.mark.parametrize("ahead", Ahead)
 EOS = 7
@@ -160,26 +163,35 @@ def test_the_mode_that_decodes_faster_is_found_by_trying_both(
 # -- memory
 
 
-ROWS, LENGTH = 8, 3000
+ROWS = 8
 
 
 @BOTH
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("layers", [1, 2, 30])
 def test_a_step_needs_no_copy_of_the_keys_and_values(layers: int, ahead: Ahead) -> None:
     assert max(shares_of_state(layers, ahead)) <= 0.05
+
+
+@needs_a_compiler
+@BOTH
+@pytest.mark.parametrize("layers", [1, 2, 30])
+def test_neither_does_a_compiled_step(layers: int, ahead: Ahead) -> None:
+    with traced():
+        assert max(shares_of_state(layers, ahead, compiled=True)) <= 0.05
 
 
 def test_that_measurement_would_see_a_copy() -> None:
     assert max(shares_of_state(1, Ahead.BUILD, hold_a_view=True)) > 0.3
 
 
-def shares_of_state(layers: int, ahead: Ahead, *, hold_a_view: bool = False) -> Iterator[float]:
+def shares_of_state(layers: int, ahead: Ahead, *, hold_a_view: bool = False, compiled: bool = False) -> Iterator[float]:
     """For each of some decode steps: the peak of memory over what was active, as a share of the state's bytes."""
     shape = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 128, "num_hidden_layers": layers}
     model = make_model(LLAMA | shape)
     forward, composition = Forward(model), inspect(model, "llama")
-    group = DecodeGroup(forward, Rows(composition), ahead)
-    fill(group, forward, composition)
+    steps = CompiledSteps(forward, always=True) if compiled else EagerSteps(forward)
+    group = DecodeGroup(forward, Rows(composition), ahead, steps)
+    fill(group, forward, composition, 3000 if layers < 3 else 1000)
     for _ in range(3):
         group.step(ignore)
     for _ in range(6):
@@ -191,14 +203,15 @@ def shares_of_state(layers: int, ahead: Ahead, *, hold_a_view: bool = False) -> 
         group.step(ignore)
         del view
         yield (mx.get_peak_memory() - active) / group.nbytes
+        assert (steps.off is None) == compiled
     group.settle(ignore)
 
 
-def fill(group: DecodeGroup, forward: Forward, composition: Composition) -> None:
+def fill(group: DecodeGroup, forward: Forward, composition: Composition, length: int) -> None:
     """Let rows of somewhat different lengths join, all with prefixes of one long prompt."""
     rows = Rows(composition)
-    commit(rows.prepare(join=[Joiner("long", COLD, LENGTH)]))
-    for _ in range(LENGTH // 500):
+    commit(rows.prepare(join=[Joiner("long", COLD, length)]))
+    for _ in range(length // 500):
         turn = rows.begin(500)
         forward.run([Group(mx.zeros((1, 500), mx.int32), turn.caches)])
         mx.eval(turn.arrays())
@@ -206,8 +219,8 @@ def fill(group: DecodeGroup, forward: Forward, composition: Composition) -> None
     for key in range(ROWS):
         row = make_row(key, 1000)
         row.take(Sample(1, finite=True))
-        length = LENGTH - 5 * key
-        group.join(row, Joiner(key, rows.extract("long", length), length + 1))
+        own = length - 5 * key
+        group.join(row, Joiner(key, rows.extract("long", own), own + 1))
 
 
 # -- helpers

@@ -28,8 +28,9 @@ from mlxbcd.sampling.form import Form, Inputs
 from mlxbcd.sampling.sampler import Draw, Samplers
 from mlxbcd.state.alone import AloneTurn
 from mlxbcd.state.bucket import Bucket, TracedStep
+from mlxbcd.state.composition import Composition
 from mlxbcd.state.layout import Layout
-from mlxbcd.state.rows import Rows, Turn
+from mlxbcd.state.rows import COLD, Joiner, Rows, Turn, commit
 
 log = logging.getLogger(__name__)
 
@@ -109,30 +110,50 @@ class CompiledSteps:
         """How often each function in use was traced."""
         return [shape.traces for shape in self._shapes.values() if shape.call is not None]
 
+    def refusal(self, composition: Composition) -> Off | None:
+        """Why no step of the model could be compiled; None if some can. Traces one that is never evaluated."""
+        if not composition.batches:
+            return Off.ALONE
+        rows = Rows(composition, widest=1)
+        commit(rows.prepare(join=[Joiner("probe", COLD, 2)]))
+        probe = CompiledSteps(self.forward, always=True)
+        for _ in range(2):
+            turn = rows.begin(1)
+            probe.logits(turn, mx.zeros(1, dtype=mx.uint32))
+            turn.resolve()
+        return probe.off
+
     def build(self, turn: Turn | AloneTurn, ids: mx.array, samplers: Samplers) -> Draw:
         """See `StepBuilder.build`."""
-        if not isinstance(turn, Turn) or self._untraceable or 0 in turn.step.starts:
-            self._last = None
-            self.off = self._general_refusal(turn)
-            return self._eager.build(turn, ids, samplers)
-        arrays = turn.rows.arrays()
-        bucket = Bucket.of(turn.step)
-        shape = self._shape(bucket, samplers.form, self._number(turn.rows, arrays))
-        contest = self._contests.setdefault(bucket.segments, Contest(_MARGIN))
-        self.off = self._refusal(shape, contest)
-        shape.steps += 1
-        self._measure(contest, Way.FAMILIAR if self.off else Way.OTHER)
-        if self.off is None:
-            draw = self._traced(shape, bucket, turn, ids, samplers, arrays)
-            if draw is not None:
-                return draw
-        del arrays
-        return self._eager.build(turn, ids, samplers)
+        chosen = self._outputs(turn, ids, samplers)
+        return self._eager.build(turn, ids, samplers) if chosen is None else samplers.advance(chosen)
 
     def logits(self, turn: Turn | AloneTurn, ids: mx.array) -> mx.array:
         """See `StepBuilder.logits`."""
-        self._last, self.off = None, Off.WAITS
-        return self._eager.logits(turn, ids)
+        outputs = self._outputs(turn, ids, None)
+        return self._eager.logits(turn, ids) if outputs is None else outputs[0]
+
+    def _outputs(self, turn: Turn | AloneTurn, ids: mx.array, samplers: Samplers | None) -> list[mx.array] | None:
+        """What the step's traced function gives: what was chosen, or without samplers the logits. None if the step is
+        to be built eagerly, and nothing has changed."""
+        if not isinstance(turn, Turn) or self._untraceable or 0 in turn.step.starts:
+            self._last = None
+            self.off = self._general_refusal(turn)
+            return None
+        arrays = turn.rows.arrays()
+        bucket = Bucket.of(turn.step)
+        form = None if samplers is None else samplers.form
+        shape = self._shape(bucket, form, self._number(turn.rows, arrays))
+        contest = self._contests.setdefault((bucket.segments, samplers is None), Contest(_MARGIN))
+        self.off = self._refusal(shape, contest)
+        shape.steps += 1
+        self._measure(contest, Way.FAMILIAR if self.off else Way.OTHER)
+        if self.off is not None:
+            return None
+        if shape.call is None:
+            shape.call = self._function(shape, bucket, form)
+        inputs = [] if samplers is None else samplers.inputs()
+        return self._called(shape, turn, ids, inputs, arrays)
 
     def _general_refusal(self, turn: Turn | AloneTurn) -> Off:
         if not isinstance(turn, Turn):
@@ -144,7 +165,9 @@ class CompiledSteps:
             return shape.off
         if shape.steps < _PATIENCE and shape.call is None:
             return Off.NEW
-        return Off.SLOWER if contest.way is Way.FAMILIAR else None
+        if contest.way is Way.OTHER:
+            return None
+        return Off.SLOWER if contest.winner is Way.FAMILIAR else Off.TRIAL
 
     def _measure(self, contest: Contest, way: Way) -> None:
         """Between two steps in a row of one kind lies the time of one, host and device together."""
@@ -153,22 +176,14 @@ class CompiledSteps:
         if last is not None and last.contest is contest and last.way is way:
             contest.note(way, now - last.at)
 
-    def _traced(
-        self,
-        shape: _Shape,
-        bucket: Bucket,
-        turn: Turn,
-        ids: mx.array,
-        samplers: Samplers,
-        arrays: list[mx.array],
-    ) -> Draw | None:
-        """The step by its traced function, traced now if need be; None, and nothing has changed, if that fails."""
-        if shape.call is None:
-            shape.call = self._function(shape, bucket, samplers.form)
+    def _called(
+        self, shape: _Shape, turn: Turn, ids: mx.array, inputs: Sequence[Inputs], arrays: list[mx.array]
+    ) -> list[mx.array] | None:
+        assert shape.call is not None
         starts = mx.array(turn.step.starts, dtype=mx.int32)
         self._layouts = turn.rows.layouts
         try:
-            chosen, written = shape.call(ids.astype(mx.uint32), starts, samplers.inputs(), arrays)
+            outputs, written = shape.call(ids.astype(mx.uint32), starts, inputs, arrays)
         except _NotFixed:
             shape.call, shape.off = None, Off.UNFIXED
         except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
@@ -177,13 +192,13 @@ class CompiledSteps:
             shape.call, self._untraceable = None, True
         else:
             turn.rows.replace(written)
-            return samplers.advance(chosen)
+            return list(outputs)
         finally:
             self._layouts = None
         self.off = shape.off or Off.UNTRACEABLE
         return None
 
-    def _function(self, shape: _Shape, bucket: Bucket, form: Form) -> Callable[..., Any]:
+    def _function(self, shape: _Shape, bucket: Bucket, form: Form | None) -> Callable[..., Any]:
         """What runs steps of one shape: traced when it is called first."""
 
         def step(
@@ -197,16 +212,17 @@ class CompiledSteps:
             layouts = [layout.over(fresh) for layout in self._layouts]
             traced = TracedStep(bucket, starts)
             (hidden,) = self.forward.run([Group(ids[:, None], [layout.view(traced) for layout in layouts])])
-            chosen = form.choose(self.forward.head(hidden)[:, -1], inputs)
+            logits = self.forward.head(hidden)[:, -1]
+            outputs = [logits] if form is None else form.choose(logits, inputs)
             written = [array for layout in layouts for array in layout.arrays()]
             if _shapes(written) != _shapes(arrays):
                 raise _NotFixed
-            return chosen, written
+            return outputs, written
 
         call: Callable[..., Any] = mx.compile(step)
         return call
 
-    def _shape(self, bucket: Bucket, form: Form, state: int) -> _Shape:
+    def _shape(self, bucket: Bucket, form: Form | None, state: int) -> _Shape:
         key = (bucket, form, state)
         shape = self._shapes.setdefault(key, _Shape())
         self._shapes.move_to_end(key)

@@ -22,7 +22,7 @@ class Off(Enum):
     NEW = "steps of this shape have only just begun"
     UNTRACEABLE = "the model's forward can't be traced"
     UNFIXED = "the model's state changes its shape from step to step"
-    WAITS = "what a row may draw depends on its token before, so its draw comes apart"
+    TRIAL = "both ways are being timed by turns"
     SLOWER = "it was measured, and is not faster"
     PACKED = "it shares its forward with a prompt's piece"
 

@@ -16,11 +16,10 @@ from mlxbcd.engine.executor import Executor
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.autoregressive import Ahead
 from mlxbcd.methods.compiled import CompiledSteps
-from mlxbcd.methods.step import StepBuilder
 from mlxbcd.model import zoo
 from mlxbcd.model.forward import Forward
 from mlxbcd.model.load import Cancelled, Loaded, context_length, load
-from mlxbcd.plan.resolve import Capabilities
+from mlxbcd.plan.resolve import Capabilities, Feature
 from mlxbcd.spec.costs import VerifyCosts
 from mlxbcd.spec.drafter import LOOKUP
 from mlxbcd.state import packing
@@ -39,6 +38,7 @@ class Built:
         vocab_size: width of the logits.
         reason: why rows run alone; empty where they share a batch.
         capabilities: what a request's plan may count on.
+        features: what is enabled because of the device that computes.
         drafters: names of those that it has.
         apart: why a decode step and a prompt's piece are never one forward; empty where they may be.
         trimmable: every prefix of a row's state is a row's state.
@@ -57,6 +57,7 @@ class Built:
     drafters: tuple[str, ...] = ()
     apart: str = ""
     trimmable: bool = True
+    features: frozenset[Feature] = frozenset()
     files: Signatures = field(default_factory=dict)
     traits: dict[str, object] = field(default_factory=dict)
 
@@ -104,7 +105,8 @@ def _assemble(loaded: Loaded, files: Signatures) -> Built:
     reversible = composition.batches and not composition.rollback_reason
     verify = VerifyCosts(verify_curve(forward, composition, vocab_size)) if reversible else None
     packs = packing.inspect(forward, composition)
-    executor = Executor(forward, composition, vocab_size, ahead, _steps(forward), verify=verify, packer=packs.packer)
+    steps = _steps(forward)
+    executor = Executor(forward, composition, vocab_size, ahead, steps, verify=verify, packer=packs.packer)
     drafters = (LOOKUP,) if reversible else ()
     return Built(
         executor,
@@ -118,8 +120,10 @@ def _assemble(loaded: Loaded, files: Signatures) -> Built:
             batches=composition.batches,
             restorable=composition.batches,
             reversible=reversible,
+            fixed_shapes=steps is None or steps.refusal(composition) is None,
             drafts=bool(drafters),
         ),
+        features=frozenset({Feature.COMPILED_DECODE} if steps is not None else ()),
         drafters=drafters,
         apart=str(packs),
         trimmable=composition.batches and trimmable(composition.layouts(1)),
@@ -143,7 +147,7 @@ def _vocab_size(forward: Forward) -> int:
     return forward.head(hidden).shape[-1]
 
 
-def _steps(forward: Forward) -> StepBuilder | None:
+def _steps(forward: Forward) -> CompiledSteps | None:
     """Where the CPU computes, every traced function would keep rows waiting for a C++ compiler."""
     return None if mx.default_device().type == mx.DeviceType.cpu else CompiledSteps(forward)
 

@@ -389,7 +389,7 @@ class LiveService:
         capabilities = replace(built.capabilities, infills=infills, named_draft=named)
         cached = self._caches.wanted(request)
         wanted = needs(request, frozen.sampling, constrained=constraint is not None, cached=cached)
-        plan = resolve(wanted, capabilities, ENABLED | self._caches.features)
+        plan = resolve(wanted, capabilities, ENABLED | self._caches.features | built.features)
         if plan.refusal is not None and not isinstance(request, wire.Explain):
             raise ServeError("bad_request", plan.refusal.text)
         echo = await prompter.sources(words, request.echo, built.vocab_size) if plan.has(Feature.ECHO) else ()
