@@ -21,6 +21,7 @@ from mlxbcd.engine.runner import Leaving
 from mlxbcd.engine.scheduler import Iteration, Piece
 from mlxbcd.methods.events import Drawn, Event, Failed, Speculated
 from mlxbcd.plan.request import Request
+from mlxbcd.spec.drafter import LOOKUP
 from mlxbcd.spec.statistics import Statistics, total
 from mlxbcd.state.geometry import Key
 from mlxbcd.text.template import ChatTemplate
@@ -100,7 +101,11 @@ class _Bench:
     def chat(self, messages: Messages) -> Request:
         ids = self._tokenizer.encode(self._template.render(messages, {}), special=False)
         return Request(
-            prompt=tuple(ids), max_tokens=self._length, eos=self._tokenizer.eos_ids, drafts=True, kind="chat"
+            prompt=tuple(ids),
+            max_tokens=self._length,
+            eos=self._tokenizer.eos_ids,
+            drafts=frozenset({LOOKUP}),
+            kind="chat",
         )
 
     def row(self, name: str, groups: Sequence[Sequence[Request]], rounds: int, target: Target | None) -> Row:
@@ -110,7 +115,7 @@ class _Bench:
         figures = []
         for turn in range(rounds):
             for number, group in enumerate(groups):
-                plain = [replace(request, drafts=False, echo=()) for request in group]
+                plain = [replace(request, drafts=frozenset(), echo=()) for request in group]
                 sides = (group, plain) if (turn + number) % 2 == 0 else (plain, group)
                 outcomes = {side is group: self._run(side) for side in sides}
                 ours, without = outcomes[True], outcomes[False]

@@ -117,11 +117,13 @@ class Play:
         row = Row(key, request, sampler, drawn=len(request.forced))
         rows = Rows(composition, widest=CHUNK)
         commit(rows.prepare(join=[Joiner(key, COLD, len(tokens))]))
+        states = []
         for at in range(0, len(tokens), CHUNK):
             turn = rows.begin(min(CHUNK, len(tokens) - at))
             (hidden,) = forward.run([Group(mx.array([tokens[at : at + CHUNK]], dtype=mx.int32), turn.caches)])
-            mx.eval(turn.arrays())
+            mx.eval(turn.arrays(), hidden)
             turn.resolve()
+            states.append(hidden)
         (first,) = sample(forward.head(hidden[:, -1:])[:, -1], [row.sampler]).read()
         self.events.append(row.take(first))
         if row.ended:
@@ -134,7 +136,7 @@ class Play:
             )
             if speculation.echo is not None:
                 speculation.echo.observe(first.token)
-            self.group.join(row, joiner, speculation)
+            self.group.join(row, joiner, speculation, hidden=mx.concatenate(states, axis=1))
         else:
             self.group.join(row, joiner)
 

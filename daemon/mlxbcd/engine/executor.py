@@ -25,6 +25,8 @@ from mlxbcd.model.packed import Packer
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Draw, RowSampler, sample
 from mlxbcd.spec.costs import VerifyCosts
+from mlxbcd.spec.depth import MOST_DRAFTED, Depth, lasting_priors
+from mlxbcd.spec.drafter import READ_OF_PROMPT, Drafter
 from mlxbcd.state.alone import AloneRow, AloneTurn
 from mlxbcd.state.composition import Composition
 from mlxbcd.state.geometry import Key, capacity_for
@@ -45,6 +47,7 @@ class Preparing:
         position: how many of them are processed. With all of them the first sample is out, and the row joins before
             the next decode step.
         planned: the position is a planned end.
+        hidden: final hidden states of its last tokens, [1, n, D], for a drafter that reads them.
         settled: the last planned end.
     """
 
@@ -54,6 +57,7 @@ class Preparing:
     state: Rows | AloneRow
     position: int = 0
     planned: bool = True
+    hidden: mx.array | None = None
     settled: int = 0
 
     @property
@@ -83,6 +87,7 @@ class Executor:
         steps: builds decode steps; eagerly if there is nothing.
         reuse: what rows take from the prefix cache and leave in it.
         verify: what windows of proposals cost; None decodes without any.
+        drafter: proposes besides prompt lookup; needs `verify`.
         packer: runs a decode step and a piece as one forward; None where that can't be done.
     """
 
@@ -93,6 +98,7 @@ class Executor:
     steps: StepBuilder | None = None
     reuse: Reuse = field(default_factory=Reuse)
     verify: VerifyCosts | None = None
+    drafter: Drafter | None = None
     packer: Packer | None = None
     _group: DecodeGroup = field(init=False)
     _preparing: dict[Key, Preparing] = field(default_factory=dict, init=False)
@@ -104,7 +110,10 @@ class Executor:
         if self.verify is not None:
             state = Rows(self.composition, widest=WIDEST)
             how = (self.forward, state, self.ahead, self.steps, self.reuse.left)
-            self._group = SpeculativeGroup(*how, costs=self.verify)
+            depth = None
+            if self.drafter is not None:
+                depth = Depth(MOST_DRAFTED, self.verify, lasting_priors(), self.drafter.seconds)
+            self._group = SpeculativeGroup(*how, costs=self.verify, drafter=self.drafter, depth=depth)
         else:
             # Decode steps are one token wide, so a sliding window needs no room beyond itself.
             rows = Rows(self.composition, widest=1) if self.composition.batches else None
@@ -201,7 +210,9 @@ class Executor:
                         self._group.adopt(row, preparing.state)
                     else:
                         length = preparing.state.lengths[key]
-                        self._group.join(row, Joiner(row.key, preparing.state.read(key), length + 1))
+                        self._group.join(
+                            row, Joiner(row.key, preparing.state.read(key), length + 1), hidden=preparing.hidden
+                        )
                 except Exception as error:
                     self._fail([row.key], error, emit)
         self._ready.clear()
@@ -315,6 +326,10 @@ class Executor:
             draw = sample(logits, [row.sampler for row in rows])
         written = turn.arrays()
         turn.resolve()
+        if self._group.reads_hidden:
+            known = [hidden] if preparing.hidden is None else [preparing.hidden, hidden]
+            preparing.hidden = mx.contiguous(mx.concatenate(known, axis=1)[:, -READ_OF_PROMPT:])
+            written = [*written, preparing.hidden]
         preparing.position, preparing.planned = end, piece.ends
         return draw, written
 

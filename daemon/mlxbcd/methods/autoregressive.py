@@ -117,6 +117,7 @@ class Flight:
         timed: its time has been taken.
         shared: its forward was another group's too, so its time says nothing about a step.
         read: the rows have taken their samples.
+        hidden: the rows' final hidden states, [B, 1, D], where somebody reads them.
     """
 
     rows: tuple[Row, ...]
@@ -126,6 +127,7 @@ class Flight:
     timed: bool = False
     shared: bool = False
     read: bool = False
+    hidden: mx.array | None = None
 
     def submit(self) -> None:
         """Start computing, unless that has been done."""
@@ -189,10 +191,18 @@ class DecodeGroup:
         """Bytes of the group's state."""
         return self._state.nbytes if self._state is not None else 0
 
-    def join(self, row: Row, joiner: Joiner) -> None:
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether `join` wants the final hidden states at the end of a row's prompt."""
+        return False
+
+    def join(self, row: Row, joiner: Joiner, *, hidden: mx.array | None = None) -> None:
         """Take in a row whose prompt is processed and whose first sample is its pending token. Settle before.
 
         A failure leaves the running rows as they were.
+
+        Args:
+            hidden: of its last tokens, [1, n, D], if the group `reads_hidden`.
         """
         assert isinstance(self._state, Rows)
         assert self._flight is None

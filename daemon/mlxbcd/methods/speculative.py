@@ -22,13 +22,13 @@ import mlx.core as mx
 
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Flight, Row
 from mlxbcd.methods.events import Drawn, Emit, Event, Speculated
-from mlxbcd.methods.step import StepBuilder
+from mlxbcd.methods.step import HiddenSteps, StepBuilder
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.sampling.sampler import RowSampler, Sample, sample
 from mlxbcd.spec.accept import accept
 from mlxbcd.spec.costs import VerifyCosts
 from mlxbcd.spec.depth import Depth, best_depth, worth_waiting
-from mlxbcd.spec.drafter import Asked, Companion, Covered, Drafter
+from mlxbcd.spec.drafter import LOOKUP, Asked, Companion, Covered, Drafter
 from mlxbcd.spec.echo import BELIEVED, PLACES, Echo, Origin
 from mlxbcd.spec.rates import Rates
 from mlxbcd.spec.statistics import Counts, Statistics
@@ -99,7 +99,8 @@ class SpeculativeGroup(DecodeGroup):
         drafter: Drafter | None = None,
         depth: Depth | None = None,
     ) -> None:
-        super().__init__(forward, state, ahead, steps, ended)
+        self._hidden_steps = HiddenSteps(forward) if drafter is not None and drafter.reads_hidden else None
+        super().__init__(forward, state, ahead, self._hidden_steps or steps, ended)
         assert (drafter is None) == (depth is None)
         self._forward = forward
         self._costs = costs
@@ -113,17 +114,25 @@ class SpeculativeGroup(DecodeGroup):
         return f"SpeculativeGroup({list(self._rows)}, {drafter}, {'in flight' if self._flight else 'settled'})"
 
     @property
+    def reads_hidden(self) -> bool:
+        return self._hidden_steps is not None
+
+    @property
     def nbytes(self) -> int:
         return super().nbytes + (self._drafter.nbytes if self._drafter is not None else 0)
 
     def join(
-        self, row: Row, joiner: Joiner, speculation: Speculation | None = None, companion: Companion | None = None
+        self,
+        row: Row,
+        joiner: Joiner,
+        speculation: Speculation | None = None,
+        *,
+        hidden: mx.array | None = None,
     ) -> None:
         """Take in a row, as `DecodeGroup.join` does.
 
         Args:
             speculation: its own, which knows the row's text up to its pending token; None is what its request allows.
-            companion: of a group with a drafter, what it has of the row; nothing if it has seen none of it.
         """
         state = self._state
         assert isinstance(state, Rows)
@@ -132,7 +141,7 @@ class SpeculativeGroup(DecodeGroup):
         if self._drafter is None:
             commit(change)
         else:
-            follows = self._drafter.prepare(keep=self._rows.keys(), join={row.key: _known(row, companion)})
+            follows = self._drafter.prepare(keep=self._rows.keys(), join={row.key: _known(row, hidden)})
             commit(change, *follows.prepared)
             follows.commit()
         self._rows[row.key] = row
@@ -151,7 +160,7 @@ class SpeculativeGroup(DecodeGroup):
             if self._rows and (windows := self._windows(depth)):
                 self._round(windows, emit)
                 return
-        super().step(emit, shared)
+        super().step(emit, shared if self._hidden_steps is None else None)
 
     def discard(self) -> list[Key]:
         self._speculations.clear()
@@ -169,7 +178,9 @@ class SpeculativeGroup(DecodeGroup):
             return Speculation()
         beliefs = self._beliefs.setdefault(request.kind, {origin: _belief() for origin in Origin})
         rates = {origin: Rates(PLACES, belief, keeps=_KEEPS, weight=_WEIGHT) for origin, belief in beliefs.items()}
-        return Speculation(Echo(row.sequence, request.echo, rates=rates, own=request.drafts), drafts=request.drafts)
+        own = LOOKUP in request.drafts
+        echo = Echo(row.sequence, request.echo, rates=rates, own=own) if own or request.echo else None
+        return Speculation(echo, drafts=self._drafter is not None and self._drafter.name in request.drafts)
 
     # -- proposals
 
@@ -329,10 +340,17 @@ class SpeculativeGroup(DecodeGroup):
 
     # -- plain steps
 
+    def _build(self, last: Flight | None, emit: Emit, steps: StepBuilder) -> Flight:
+        flight = super()._build(last, emit, steps)
+        if self._hidden_steps is not None:
+            flight.hidden = self._hidden_steps.take()
+        return flight
+
     def _deliver(self, flight: Flight, emit: Emit) -> None:
         if flight.read:
             return
         pending = {row.key: row.pending for row in flight.rows if not row.ended}
+        alive = [i for i, row in enumerate(flight.rows) if not row.ended]
 
         def told(events: Sequence[Event]) -> None:
             out: list[Event] = []
@@ -347,7 +365,8 @@ class SpeculativeGroup(DecodeGroup):
 
         super()._deliver(flight, told)
         if self._drafter is not None and pending:
-            self._drafter.commit([Covered(key, [token]) for key, token in pending.items()], None)
+            hidden = flight.hidden[mx.array(alive, dtype=mx.int32)] if flight.hidden is not None else None
+            self._drafter.commit([Covered(key, [token]) for key, token in pending.items()], hidden)
 
     def _time(self, flight: Flight) -> None:
         timed = flight.timed
@@ -383,9 +402,9 @@ def _belief() -> Rates:
     return Rates(PLACES, BELIEVED, keeps=_LEARNS, weight=_FIRMNESS)
 
 
-def _known(row: Row, companion: Companion | None) -> Companion:
-    """What a drafter is given of a row that joins: at least its text."""
-    return companion or Companion(COLD, row.sequence[:-1])
+def _known(row: Row, hidden: mx.array | None) -> Companion:
+    """What a drafter is given of a row that joins: its text, and perhaps the hidden states of the end of it."""
+    return Companion(COLD, row.sequence[:-1], hidden)
 
 
 def _until(ends: frozenset[int], proposals: Sequence[int]) -> list[int]:

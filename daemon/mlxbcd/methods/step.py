@@ -24,6 +24,7 @@ class Off(Enum):
     UNFIXED = "the model's state changes its shape from step to step"
     TRIAL = "both ways are being timed by turns"
     SLOWER = "it was measured, and is not faster"
+    HIDDEN = "a drafter reads the hidden states of every step"
     PACKED = "it shares its forward with a prompt's piece"
 
 
@@ -42,6 +43,33 @@ class StepBuilder(Protocol):
     def logits(self, turn: Turn | AloneTurn, ids: mx.array) -> mx.array:
         """The first half of a step whose draw has to wait until `ids` were read: [B, V], lazy."""
         ...
+
+
+class HiddenSteps:
+    """Builds every step anew, and keeps the final hidden states of the newest one for whoever takes them."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._hidden: mx.array | None = None
+        self.off = Off.HIDDEN
+
+    def __repr__(self) -> str:
+        return "HiddenSteps()"
+
+    def take(self) -> mx.array:
+        """Hidden states [B, 1, D] of the step built last."""
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None
+        return hidden
+
+    def build(self, turn: Turn | AloneTurn, ids: mx.array, samplers: Samplers) -> Draw:
+        """See `StepBuilder.build`."""
+        return samplers.draw(self.logits(turn, ids))
+
+    def logits(self, turn: Turn | AloneTurn, ids: mx.array) -> mx.array:
+        """See `StepBuilder.logits`."""
+        (self._hidden,) = self._forward.run([Group(ids[:, None], turn.caches)])
+        return self._forward.head(self._hidden)[:, -1]
 
 
 class EagerSteps:

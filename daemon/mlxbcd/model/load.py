@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -20,7 +20,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlxbcd.errors import ServeError
-from mlxbcd.model import safetensors, zoo
+from mlxbcd.model import heads, safetensors, zoo
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Weights: TypeAlias = dict[str, mx.array]
@@ -65,6 +65,7 @@ class Loaded:
         dtype: type of its activations: float32, bfloat16 or float16.
         bytes: of all parameters as they are in memory.
         quantization: how the weights in memory are packed by default; None where none is.
+        head: weights of a multi-token-prediction head, not evaluated; none where the checkpoint has none.
     """
 
     model: nn.Module
@@ -72,6 +73,7 @@ class Loaded:
     dtype: str
     bytes: int
     quantization: Quantization | None
+    head: Weights = field(default_factory=dict)
 
     def __repr__(self) -> str:
         packed = f", {self.quantization.get('bits')} bits" if self.quantization else ""
@@ -110,6 +112,7 @@ def load(
     packing: dict[str, Quantization] = {}
     try:
         model: nn.Module = model_class(args_class.from_dict(config))
+        head = heads.extract(str(config["model_type"]), weights)
         if hasattr(model, "sanitize"):
             weights = model.sanitize(weights)
         if quantization:
@@ -135,6 +138,7 @@ def load(
         dtype=_activation_dtype(parameters),
         bytes=sum(array.nbytes for array in parameters.values()),
         quantization=quantization if packing else None,
+        head=head,
     )
 
 

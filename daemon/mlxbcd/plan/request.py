@@ -149,7 +149,7 @@ class Request:
         sampling: how tokens are drawn.
         stop: strings that end the row where the text first contains one; matched off the device.
         constraint: makes what rules out tokens, one for each row of this request; it has accepted the forced ones.
-        drafts: its next tokens may be guessed, and verified.
+        drafts: names of the drafters that may guess its next tokens.
         echo: texts, as token ids, that it may copy from.
         kind: what sort of request it is: what is learnt from one is believed of the next.
     """
@@ -165,7 +165,7 @@ class Request:
     priority: Priority = Priority.NORMAL
     boundaries: tuple[int, ...] = ()
     caching: Caching = Caching()
-    drafts: bool = False
+    drafts: frozenset[str] = frozenset()
     echo: tuple[tuple[int, ...], ...] = ()
     kind: str = "text"
 

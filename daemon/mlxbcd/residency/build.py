@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -16,14 +17,17 @@ from mlxbcd.engine.executor import Executor
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.autoregressive import Ahead
 from mlxbcd.methods.compiled import CompiledSteps
-from mlxbcd.model import zoo
+from mlxbcd.model import heads, zoo
 from mlxbcd.model.forward import Forward
 from mlxbcd.model.load import Cancelled, Loaded, context_length, load
 from mlxbcd.plan.resolve import Capabilities, Feature
 from mlxbcd.spec.costs import VerifyCosts
-from mlxbcd.spec.drafter import LOOKUP
+from mlxbcd.spec.drafter import LOOKUP, Drafter
+from mlxbcd.spec.heads import HeadDrafter
 from mlxbcd.state import packing
 from mlxbcd.state.composition import Composition, inspect
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -105,9 +109,19 @@ def _assemble(loaded: Loaded, files: Signatures) -> Built:
     reversible = composition.batches and not composition.rollback_reason
     verify = VerifyCosts(verify_curve(forward, composition, vocab_size)) if reversible else None
     packs = packing.inspect(forward, composition)
+    drafter = _drafter(loaded, forward, vocab_size) if reversible else None
     steps = _steps(forward)
-    executor = Executor(forward, composition, vocab_size, ahead, steps, verify=verify, packer=packs.packer)
-    drafters = (LOOKUP,) if reversible else ()
+    executor = Executor(
+        forward,
+        composition,
+        vocab_size,
+        ahead,
+        steps,
+        verify=verify,
+        packer=packs.packer,
+        drafter=drafter,
+    )
+    drafters = ((LOOKUP,) if reversible else ()) + ((drafter.name,) if drafter is not None else ())
     return Built(
         executor,
         device=f"{mx.default_device()} mlx {version('mlx')}",
@@ -137,6 +151,18 @@ def _assemble(loaded: Loaded, files: Signatures) -> Built:
             "mlx-lm": version("mlx-lm"),
         },
     )
+
+
+def _drafter(loaded: Loaded, forward: Forward, vocab_size: int) -> Drafter | None:
+    """A drafter of the model's own, if its checkpoint brings one that fits."""
+    if not loaded.head:
+        return None
+    try:
+        head = heads.make(str(loaded.config["model_type"]), loaded.model, loaded.head)
+    except ValueError as error:
+        log.warning("the checkpoint's multi-token-prediction head does not fit and is left out: %s", error)
+        return None
+    return HeadDrafter(forward, head, vocab_size)
 
 
 def _vocab_size(forward: Forward) -> int:

@@ -392,8 +392,10 @@ class LiveService:
         plan = resolve(wanted, capabilities, ENABLED | self._caches.features | built.features)
         if plan.refusal is not None and not isinstance(request, wire.Explain):
             raise ServeError("bad_request", plan.refusal.text)
+        asked = built.drafters if request.draft == "auto" else (request.draft,)
+        drafts = frozenset(asked if plan.has(Feature.DRAFTS) else ())
         echo = await prompter.sources(words, request.echo, built.vocab_size) if plan.has(Feature.ECHO) else ()
-        return prompt, replace(frozen, drafts=plan.has(Feature.DRAFTS), echo=echo), plan
+        return prompt, replace(frozen, drafts=drafts, echo=echo), plan
 
     # -- the other requests
 

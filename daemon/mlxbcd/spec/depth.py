@@ -17,14 +17,27 @@ PAYS: Final = 1.05
 _PLACES: Final = 16
 _KEEPS: Final = 0.95
 _CHAINED: Final = 8.0
+_LASTS: Final = 0.998
+_FIRM: Final = 10.0
 _SPENT: Final = 0.025
 """The share of time that probes may cost before any has failed."""
 _SOONEST: Final = 6
 _RARER: Final = 1.25
 _MOST_FAILED: Final = 8
 
+MOST_DRAFTED: Final = 8
+"""The deepest draft of a drafter that costs something."""
+
 HOPEFUL: Final = Believed([0.7])
 """What is believed of a drafter that nobody has tried."""
+
+
+def lasting_priors() -> tuple[Prior, Prior]:
+    """What to believe of a drafter, learnt from all rows it drafts for."""
+    return (
+        Rates(_PLACES, HOPEFUL, keeps=_LASTS, weight=_FIRM, chained=_CHAINED),
+        Rates(_PLACES, HOPEFUL, keeps=_LASTS, weight=_FIRM, chained=_CHAINED),
+    )
 
 
 def tokens(chances: Sequence[float], most: int | None = None) -> float:

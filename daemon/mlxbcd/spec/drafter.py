@@ -21,6 +21,9 @@ from mlxbcd.state.rows import PreparedChange, RowState
 LOOKUP: Final = "lookup"
 """The drafter that every model has: what followed where the row's newest tokens stand already. See `spec.echo`."""
 
+READ_OF_PROMPT: Final = 256
+"""Tokens at the end of a prompt whose hidden states are kept for a drafter that reads them."""
+
 
 class Selection(Enum):
     """How a drafter's tokens are drawn."""
@@ -104,6 +107,10 @@ class Drafter(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of its state."""
+        ...
+
+    def seconds(self, rows: int, depth: int) -> float:
+        """What a draft for so many rows is expected to take; 0 while nobody knows."""
         ...
 
     def prepare(self, *, keep: Collection[Key], join: Mapping[Key, Companion]) -> Change:

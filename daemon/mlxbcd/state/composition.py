@@ -112,6 +112,17 @@ class Composition:
         return [_layout(cache, widest, self.traits) for cache in self.make_stock()]
 
 
+def of_keys_and_values(layers: int) -> Composition:
+    """What so many layers of full attention hold, apart from any model."""
+
+    def make() -> list[Any]:
+        from mlx_lm.models.cache import KVCache
+
+        return [KVCache() for _ in range(layers)]
+
+    return Composition(("KVCache",) * layers, make)
+
+
 def inspect(model: nn.Module, model_type: str, kv: KvScheme | None = None) -> Composition:
     """Read a model's composition off the caches it makes for itself. Binds the attention seam, which its layouts need.
 

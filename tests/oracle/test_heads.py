@@ -1,0 +1,219 @@
+"""Multi-token prediction: a head of a checkpoint drafts; whatever it says tokens stay, and its state is right."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from mlxbcd.engine.runner import Leaving
+from mlxbcd.engine.scheduler import Iteration, Piece
+from mlxbcd.methods.events import Drawn, Speculated
+from mlxbcd.methods.speculative import SpeculativeGroup
+from mlxbcd.model import heads
+from mlxbcd.model.load import load as load_model
+from mlxbcd.plan.request import Request, Sampling
+from mlxbcd.residency import build as build_module
+from mlxbcd.residency.build import Built, build
+from mlxbcd.spec.drafter import LOOKUP
+from mlxbcd.spec.heads import HeadDrafter
+from mlxbcd.state.geometry import Key
+from oracle.families import CONFIGS, VOCABULARY, load
+from oracle.speculation import Play, Subject, alone, requests
+from oracle.test_speculative import covers_what_was_delivered
+
+CONFIG = CONFIGS["mimo"]
+WIDTH = CONFIG["hidden_size"]
+DEPTH = 3
+
+
+def write_checkpoint(directory: Path, head: dict[str, mx.array], **zeroed: bool) -> Path:
+    """A checkpoint of the family as its makers write it: the zoo's names, and the head's."""
+    parameters = dict(tree_flatten(load("mimo").model.parameters()))
+    if zeroed:
+        parameters = {name: mx.zeros_like(array) if _mixes(name) else array for name, array in parameters.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    mx.save_safetensors(str(directory / "model.safetensors"), parameters | head)
+    return directory
+
+
+def _mixes(name: str) -> bool:
+    """Whether a weight lets a layer add anything to what it is given."""
+    return name.endswith(("o_proj.weight", "down_proj.weight"))
+
+
+def random_head() -> dict[str, mx.array]:
+    layer = dict(tree_flatten(load("mimo").model.model.layers[0].parameters()))
+    mx.random.seed(7)
+    parts: dict[str, Any] = tree_map(lambda array: mx.random.normal(array.shape) * 0.2, layer)
+    parts["input_proj.weight"] = mx.random.normal((WIDTH, 2 * WIDTH)) * 0.2
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        parts[f"{norm}.weight"] = mx.ones(WIDTH)
+    return {f"model.mtp_layers.0.{name}": array for name, array in parts.items()}
+
+
+def knowing_head() -> dict[str, mx.array]:
+    """For a model whose layers add nothing, so that each token follows from the one before it: a head that passes on
+    the token it is given."""
+    head = random_head()
+    for name, array in head.items():
+        if _mixes(name):
+            head[name] = mx.zeros_like(array)
+    head["model.mtp_layers.0.input_proj.weight"] = mx.concatenate([mx.zeros((WIDTH, WIDTH)), mx.eye(WIDTH)], axis=1)
+    head["model.mtp_layers.0.final_layernorm.weight"] = load("mimo").model.model.norm.weight
+    return head
+
+
+@lru_cache(maxsize=2)
+def built(directory: Path) -> Built:
+    return build(directory, lambda done, total: None, lambda: False)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = tmp_path_factory.mktemp("heads")
+    write_checkpoint(store / "random", random_head())
+    write_checkpoint(store / "knowing", knowing_head(), layers=True)
+    write_checkpoint(store / "none", {})
+    return store
+
+
+def subject_of(model: Built) -> Subject:
+    executor = model.executor
+    return Subject(executor.forward, executor.composition, executor.vocab_size)
+
+
+def drafter_of(model: Built) -> HeadDrafter:
+    """A drafter like the executor's own, without rows."""
+    executor = model.executor
+    assert isinstance(executor.drafter, HeadDrafter)
+    return HeadDrafter(executor.forward, executor.drafter.head, executor.vocab_size)
+
+
+def test_a_checkpoints_head_is_read_before_the_zoo_drops_it(store: Path) -> None:
+    model = built(store / "random")
+    assert model.drafters == (LOOKUP, "mtp")
+    drafter = model.executor.drafter
+    assert isinstance(drafter, HeadDrafter)
+    read = dict(tree_flatten(drafter.head.parameters()))
+    for name, array in random_head().items():
+        part, _, leaf = name.removeprefix("model.mtp_layers.0.").partition(".")
+        ours = {
+            "input_proj": "projection",
+            "token_layernorm": "token_norm",
+            "hidden_layernorm": "hidden_norm",
+            "final_layernorm": "norm",
+        }
+        assert mx.array_equal(read.pop(f"{ours.get(part, f'block.{part}')}.{leaf}"), array).item()
+    assert read == {}
+
+
+def test_a_checkpoint_without_a_head_has_no_such_drafter(store: Path) -> None:
+    model = build(store / "none", lambda done, total: None, lambda: False)
+    assert model.drafters == (LOOKUP,)
+    assert load_model(store / "none").head == {}
+
+
+def test_packed_and_foreign_heads_are_left_out() -> None:
+    head = random_head()
+    assert heads.extract("llama", head) == {}
+    assert heads.extract("mimo", head | {"model.mtp_layers.0.input_proj.scales": mx.zeros(1)}) == {}
+
+
+def test_a_head_that_does_not_fit_is_left_out_and_the_model_runs(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    head = random_head()
+    del head["model.mtp_layers.0.input_proj.weight"]
+    model = build(write_checkpoint(store / "broken", head), lambda done, total: None, lambda: False)
+    assert model.drafters == (LOOKUP,)
+    assert "does not fit" in caplog.text
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("kind", ["random", "knowing"])
+def test_tokens_are_the_same_with_a_head_as_without(store: Path, kind: str, batch: int) -> None:
+    model = built(store / kind)
+    made = requests(6, VOCABULARY, length=16)
+    texts = {key: alone(subject_of(model), request) for key, request in made.items()}
+    play = Play(subject_of(model), drafter=drafter_of(model), depth=DEPTH)
+    play.run(made, together=batch, check=covers_what_was_delivered)
+    assert {key: play.tokens(key) for key in made} == texts
+    figures = [play.statistics(key).drafts for key in made]
+    assert all(each.drafted for each in figures)
+    if kind == "knowing":
+        assert all(each.accepted == each.drafted for each in figures), "it knows every next token"
+
+
+def test_a_heads_state_is_what_reading_all_of_a_text_anew_gives(store: Path) -> None:
+    """Plain steps, rounds, joins and leaves: entries are true hidden states with the tokens behind them, no others."""
+    model = built(store / "random")
+    made = requests(5, VOCABULARY, length=20)
+    drafter = drafter_of(model)
+    play = Play(subject_of(model), drafter=drafter, depth=DEPTH, echo=True)
+    group = play.group
+    assert isinstance(group, SpeculativeGroup)
+    rng, checked = random.Random(6), 0
+    waiting = list(made.items())
+    while waiting or len(group):
+        if waiting and len(group) < 3:
+            play.admit(*waiting.pop(0))
+        if len(group) > 2 and rng.random() < 0.1:
+            group.leave([rng.choice(group.keys)], play.events.extend)
+        assert group._depth is not None
+        group._depth.most = rng.choice([0, DEPTH])
+        play.step()
+        if group._flight is None:
+            for key in group.keys:
+                text = [*made[key].prompt, *play.tokens(key)]
+                assert drafter._rows.lengths[key] + len(drafter._owed[key].tokens) == len(text) - 1
+                checked += check_entries(model, drafter, key, text)
+    assert checked > 10
+
+
+def check_entries(model: Built, drafter: HeadDrafter, key: Key, text: list[int]) -> int:
+    entries = drafter._rows.lengths[key]
+    if not entries:
+        return 0
+    forward = model.executor.forward
+    hidden = forward.hidden(mx.array([text[:entries]]), model.executor.composition.make_stock())
+    embedded = heads.embedding(forward.model)(mx.array([text[1 : entries + 1]]))
+    (stock,) = drafter._rows.composition.make_stock()
+    drafter.head(hidden, embedded, stock)
+    (ours,) = drafter._rows.extract(key).layers
+    for got, wanted in zip(ours.parts, (stock.keys, stock.values), strict=True):
+        assert mx.allclose(got, wanted[:, :, :entries], atol=2e-3).item()
+    return 1
+
+
+def test_the_executor_gives_a_head_the_end_of_each_prompt(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "verify_curve", lambda *model: {1: 1e-9, 32: 1.1e-9})
+    model = build(store / "knowing", lambda done, total: None, lambda: False)
+    executor = model.executor
+    told: list[Any] = []
+    rng = random.Random(8)
+    for key, length in (("a", 40), ("b", 3)):
+        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(length))
+        request = Request(
+            prompt=prompt,
+            max_tokens=30,
+            eos=frozenset(),
+            sampling=Sampling(temperature=1.0, seed=3),
+            drafts=frozenset({"mtp"}),
+        )
+        for begin in range(0, length, 16):
+            width = min(16, length - begin)
+            piece = Piece(key, width, ends=begin + width == length)
+            executor.iterate(Iteration(True, piece), [(key, request)] if not begin else (), (), told.extend)
+    while executor.iterate(Iteration(True, None), (), (), told.extend).running:
+        pass
+    executor.iterate(Iteration(False, None), (), [Leaving("a")], told.extend)
+    for key in ("a", "b"):
+        assert sum(isinstance(event, Drawn) and event.key == key for event in told) == 30
+        figures = [event for event in told if isinstance(event, Speculated) and event.key == key][-1].statistics
+        assert figures.drafts.accepted == figures.drafts.drafted > 10
