@@ -148,7 +148,8 @@ def main() -> int:
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--model", required=True)
     args = parser.parse_args()
-    return run(Options(socket=args.socket, model=args.model, preload=False), build)
+    # There are no states to keep: prompts are not processed.
+    return run(Options(socket=args.socket, model=args.model, preload=False, cache_ram=0), build)
 
 
 if __name__ == "__main__":

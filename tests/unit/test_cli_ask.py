@@ -227,7 +227,7 @@ def test_a_path_to_a_model_is_made_absolute_and_a_name_is_left_alone(path: Path)
         (["--raw", "-s", "Be brief.", "x"], b"", "--raw leaves out"),
         (["-o", "temprature", "1", "x"], b"", "did you mean temperature?"),
         (["-o", "max-tokens", "1", "x"], b"", "did you mean max_tokens?"),
-        (["-o", "zzz", "1", "x"], b"", "there are choice, deadline_ms, draft, echo, "),
+        (["-o", "zzz", "1", "x"], b"", "there are cache, choice, "),
         (["-o", "prompt", "1", "x"], b"", "unknown option prompt"),
         (["-o", "temperature", "hot", "x"], b"", "option temperature: Expected `float"),
         (["-o", "temperature", "11", "x"], b"", "option temperature: Expected `float` <= 10"),
