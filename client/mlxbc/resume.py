@@ -12,6 +12,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from mlxbc import wire
 from mlxbc.client import Client, Stream
 from mlxbc.errors import ConnectionLost, DaemonUnavailable, DeviceError, MlxbcError, RequestTimeout, ShuttingDown
@@ -47,6 +49,7 @@ class Resumable:
         self._prompt = prompt
         self._messages = messages
         self._fields = {**fields, "resumable": True}
+        self._tells_ids = bool(fields.get("resumable"))
         self._lost = lost
         self._patience = patience
         self._collector = Collector()
@@ -79,7 +82,8 @@ class Resumable:
             except StopIteration:
                 done = self._stream.done
                 if done is not None:
-                    self._result = self._collector.result(done)
+                    result = self._collector.result(done)
+                    self._result = result if self._tells_ids else msgspec.structs.replace(result, ids=[])
                 raise
             except (ConnectionLost, DeviceError, ShuttingDown) as error:
                 if not error.retryable or self._attempts > 1 or self._cancelled:

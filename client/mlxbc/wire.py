@@ -225,6 +225,10 @@ class Generate(_Request, frozen=True, tag="generate"):
     resumable: bool = False
     """Token frames carry token ids, which `resume` wants back."""
     resume: Resume | None = None
+    on_disconnect: Literal["cancel", "keep"] = "cancel"
+    """`keep` goes on without the client, and holds the answer for it to `resume`. Needs `resumable`."""
+    keep_s: Annotated[int, Meta(ge=0, le=600)] | None = None
+    """Seconds from the disconnect for which it does; left out: 60."""
 
 
 class Explain(Generate, frozen=True, tag="explain"):

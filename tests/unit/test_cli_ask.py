@@ -206,6 +206,7 @@ def test_options_are_typed_by_the_wire(path: Path) -> None:
         template_options={"enable_thinking": False},
         stop=["###", "[1]"],
         keep_alive=300,
+        resumable=True,
     )
 
 

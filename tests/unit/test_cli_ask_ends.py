@@ -59,11 +59,32 @@ def test_every_failure_has_its_exit_code(path: Path, code: wire.ErrorCode, exit_
 def test_a_lost_connection_keeps_the_text_before_it(path: Path) -> None:
     def script(session: Session) -> None:
         request = session.receive(wire.Generate)
-        session.send(accepted(request), wire.Token(id=request.id, text="half"))
+        asked.append(request.resume)
+        if request.resume is None:
+            session.send(accepted(request), wire.Token(id=request.id, text="half", ids=[7]))
 
+    asked: list[wire.Resume | None] = []
     with FakeDaemon(path, script):
         ended = command_line.run(path, "ask", "?")
     assert (ended.returncode, ended.stdout) == (74, b"half\n")
+    assert asked == [None, wire.Resume(stream="0f" * 16, tokens=[7])], "once it was tried again"
+
+
+def test_an_answer_goes_on_where_it_was_when_the_daemon_comes_back(path: Path) -> None:
+    def script(session: Session) -> None:
+        request = session.receive(wire.Generate)
+        known = [] if request.resume is None else request.resume.tokens
+        session.send(accepted(request))
+        for token, text in enumerate(("one ", "two ", "three"), start=1):
+            if token > len(known):
+                session.send(wire.Token(id=request.id, text=text, ids=[token]))
+            if token == 2 and not known:
+                return
+        session.send(done(request))
+
+    with FakeDaemon(path, script):
+        ended = command_line.run(path, "ask", "?")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"one two three\n", b"")
 
 
 def test_a_daemon_of_another_protocol_is_told_apart(path: Path) -> None:

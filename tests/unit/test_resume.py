@@ -62,7 +62,12 @@ def says(*tokens: tuple[int, str], then: str = "dies", begin: bool = True) -> Sc
 
 def asking(path: Path, lost: list[str], patience: float = 5.0) -> Resumable:
     return Resumable(
-        lambda: Client(path, timeout=10), "Once", lost=lambda: lost.append("lost"), patience=patience, temperature=1
+        lambda: Client(path, timeout=10),
+        "Once",
+        lost=lambda: lost.append("lost"),
+        patience=patience,
+        temperature=1,
+        resumable=True,
     )
 
 

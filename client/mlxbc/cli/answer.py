@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from mlxbc import wire
 from mlxbc.cli import exits
 from mlxbc.cli.terminal import Terminal
-from mlxbc.client import Stream
+from mlxbc.client import Client, Stream
 from mlxbc.result import Result
+from mlxbc.resume import Resumable
+
+_PATIENCE_S = 5.0
+"""How long a daemon that has gone may take to listen again. A service manager needs no more; nobody else starts it."""
 
 
-def follow(stream: Stream, terminal: Terminal, *, streaming: bool = True) -> Result:
+def start(connect: Callable[[], Client], terminal: Terminal, **fields: Any) -> Resumable:
+    """Begin a generation that goes on where it was if the daemon is started anew meanwhile."""
+
+    def lost() -> None:
+        terminal.note("mlxbc: the daemon has gone; waiting for it to come back")
+
+    return Resumable(connect, lost=lost, patience=_PATIENCE_S, **fields)
+
+
+def follow(stream: Stream | Resumable, terminal: Terminal, *, streaming: bool = True) -> Result:
     """Stay with a generation until it ends, writing its text as it comes; without `streaming`, show progress only.
 
     The first Ctrl-C ends the answer where it is, the second ends the program.
@@ -41,7 +55,7 @@ def follow(stream: Stream, terminal: Terminal, *, streaming: bool = True) -> Res
 
 
 @contextmanager
-def _cancelled_by_interrupt(stream: Stream) -> Iterator[None]:
+def _cancelled_by_interrupt(stream: Stream | Resumable) -> Iterator[None]:
     """Turn the first Ctrl-C into a cancellation; the second exits at once, with the code of an interrupt.
 
     Where interrupts are ignored (`nohup`, a background job of a script), they stay so.

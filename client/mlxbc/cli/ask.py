@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     if terminal.screen:
         question.fields.setdefault("priority", "interactive")
     whole = args.no_stream or args.json or question.extract or args.code
-    with Client(client_name="mlxbc-ask") as client, client.generate(**question.fields) as stream:
+    with answer.start(lambda: Client(client_name="mlxbc-ask"), terminal, **question.fields) as stream:
         if args.md:
             terminal.render_markdown()  # while the daemon works: that takes a while to import
         result = answer.follow(stream, terminal, streaming=not whole)

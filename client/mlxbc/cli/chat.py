@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxbc import wire
@@ -190,12 +191,10 @@ class _Chat:
         system = [] if self._system is None else [wire.Message(role="system", content=self._system)]
         try:
             # A connection for each turn: a conversation outlives a restart of the daemon.
-            with (
-                Client(client_name="mlxbc-chat") as client,
-                client.generate(
-                    messages=[*system, *self._history, question], **(self._fields if fields is None else fields)
-                ) as stream,
-            ):
+            chosen = self._fields if fields is None else fields
+            messages = [*system, *self._history, question]
+            connect = partial(Client, client_name="mlxbc-chat")
+            with answer.start(connect, self.terminal, messages=messages, **chosen) as stream:
                 result = answer.follow(stream, self.terminal)
         except MlxbcError as error:
             if not self.attended:

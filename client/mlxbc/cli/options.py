@@ -27,6 +27,8 @@ _NOT_OPTIONS = frozenset(
         "supersede",
         "resumable",
         "resume",
+        "on_disconnect",
+        "keep_s",
     }
 )
 """Fields of `generate` that arguments or other options stand for, or that only a program can use."""

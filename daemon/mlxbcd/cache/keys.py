@@ -17,6 +17,11 @@ def pack(ids: Sequence[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
+def unpack(tokens: bytes) -> Sequence[int]:
+    """The ids of packed tokens."""
+    return array("I", tokens)
+
+
 def span(tokens: bytes, begin: int, end: int) -> bytes:
     """Tokens [begin, end) of packed ones."""
     return tokens[WIDTH * begin : WIDTH * end]

@@ -247,6 +247,11 @@ class Space:
         return f"Space({self._names.name[:12]}, {'trimmable' if self._names.trimmable else 'anchored'})"
 
     @property
+    def name(self) -> str:
+        """Names the model, by its contents."""
+        return self._names.name
+
+    @property
     def trimmable(self) -> bool:
         """Every prefix of a state is a state."""
         return self._names.trimmable

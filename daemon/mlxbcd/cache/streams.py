@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -49,6 +49,16 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     reason: str = ""
     stop: str | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens."""
+        return tuple(keys.unpack(self.tokens))
+
+    @property
+    def whole(self) -> Literal["stop", "length"] | None:
+        """Why it ended, if it has."""
+        return "stop" if self.reason == "stop" else "length" if self.reason == "length" else None
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

@@ -291,6 +291,11 @@ class Engine:
                 self._leaving[row] = Leaving(row, stopped, superseded)
             self._work.set()
 
+    def rehear(self, key: int, listener: Listener) -> None:
+        """From now on another listener hears of a request."""
+        if (entry := self._entries.get(key)) is not None:
+            entry.listener = listener
+
     async def drain(self) -> None:
         """Wait until no request is left."""
         await self._idle.wait()

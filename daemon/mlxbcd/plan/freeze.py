@@ -27,6 +27,10 @@ def check(request: wire.Generate) -> None:
     _check_constraints(request)
     if request.top_logprobs and not request.logprobs:
         raise ServeError("bad_request", "top_logprobs needs logprobs: true")
+    if request.on_disconnect == "keep" and not request.resumable:
+        raise ServeError("bad_request", "on_disconnect keep needs resumable: true, or nobody could come back for it")
+    if request.keep_s is not None and request.on_disconnect != "keep":
+        raise ServeError("bad_request", "keep_s needs on_disconnect: keep")
     if request.resume is not None and request.n > 1:
         raise ServeError("bad_request", "resume continues one output; ask for n: 1")
     if request.resume is not None and request.seed is None and _random(request):

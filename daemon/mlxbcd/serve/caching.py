@@ -33,6 +33,7 @@ from mlxbcd.plan.resolve import Feature
 from mlxbcd.plan.snapshots import boundaries
 from mlxbcd.residency.build import Built
 from mlxbcd.residency.resident import Resident
+from mlxbcd.serve.resuming import Book, Recording, asked
 from mlxbcd.text.stable import Stable
 
 T = TypeVar("T")
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 4.0
 """How long the end of the daemon waits for what is still to be written."""
+KEEP_S: Final = 60
+"""How long a generation goes on without its client where the request does not say."""
 _SOON_S: Final = 0.25
 """How long a request waits for the identity of a model that has just been loaded."""
 _PACES: Final = {Activity.IDLE: Pace.FULL, Activity.BUSY: Pace.SLOW, Activity.INTERACTIVE: Pace.PAUSED}
@@ -60,6 +63,7 @@ class Caches:
     Attributes:
         cache: None where the settings switch it off.
         streams: records of generations that may be resumed; None where nothing is kept on the disk.
+        book: generations that can be taken up again.
         trouble: why nothing is kept on the disk although it should be; empty if it is.
     """
 
@@ -81,6 +85,7 @@ class Caches:
                 cap = settings.cache_disk or sizes.disk_for(directory.free(), directory.held())
                 self.streams = Streams(directory.path.with_name("streams"))
             self.cache = PrefixCache(ram, directory, disk=cap, floor=settings.cache_free or 0)
+        self.book = Book(self.streams)
 
     def __repr__(self) -> str:
         return f"Caches({self.cache}{', ' + self.trouble if self.trouble else ''})"
@@ -88,9 +93,7 @@ class Caches:
     @property
     def features(self) -> frozenset[Feature]:
         """What a plan may count on."""
-        if self.cache is None:
-            return frozenset()
-        return frozenset({Feature.PREFIX_CACHE, Feature.CHECKPOINTS})
+        return frozenset({Feature.CHECKPOINTS} | ({Feature.PREFIX_CACHE} if self.cache is not None else set()))
 
     def choose(self, settings: Settings) -> None:
         """Put what can change into force."""
@@ -114,6 +117,7 @@ class Caches:
         self._closed = True
         for model in self._models.values():
             model.space.cancel()
+        await self.book.close()
         if self.cache is not None:
             await self._run(self.cache.close, PATIENCE_S if flush else 0.0)
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -175,20 +179,41 @@ class Caches:
         """What a prompt would be restored from."""
         return space.explain((*request.prompt, *request.forced))
 
+    def recording(
+        self, space: Space | None, model: Path, asked_for: wire.Generate, request: Request, stream: str
+    ) -> Recording:
+        """What will be remembered of a generation."""
+        name = str(model) if space is None else space.name
+        keep_s = None
+        if asked_for.on_disconnect == "keep":
+            keep_s = KEEP_S if asked_for.keep_s is None else asked_for.keep_s
+        on_disk = space is not None and self.mode(asked_for) == "disk"
+        return Recording(self.book, stream, asked(name, request), request.forced, keep_s, on_disk=on_disk)
+
     def plan(
-        self, space: Space, asked: wire.Generate, request: Request, stable: Stable, *, checkpoints: bool
+        self,
+        space: Space | None,
+        asked_for: wire.Generate,
+        request: Request,
+        stable: Stable,
+        *,
+        trimmable: bool,
+        checkpoints: bool,
     ) -> Request:
-        """The request with what it has to do with the cache."""
+        """The request with what it has to do with the cache.
+
+        Args:
+            space: None while it isn't known; it may be by the time the request has something to leave.
+        """
         total = len(request.prompt) + len(request.forced)
         matched = reused = 0
-        if not space.trimmable:
+        if not trimmable and space is not None:
             known = self.explain(space, request)
             matched, reused = min(known.matched, stable.length), known.disk
-        mode = self.mode(asked)
         caching = Caching(
             read=True,
-            keep=Keep(mode),
-            session=asked.session or "",
+            keep=Keep(self.mode(asked_for)),
+            session=asked_for.session or "",
             shared=stable.shared,
             checkpoints=checkpoints,
         )
@@ -198,7 +223,7 @@ class Caches:
             shared=stable.shared,
             matched=matched,
             reused=reused,
-            trimmable=space.trimmable,
+            trimmable=trimmable,
         )
         return dataclasses.replace(request, caching=caching, boundaries=ends)
 

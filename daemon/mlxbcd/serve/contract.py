@@ -35,8 +35,8 @@ Work: TypeAlias = (
 )
 """The requests that a service answers; the front answers the others itself."""
 
-Cause: TypeAlias = Literal["cancelled", "superseded"]
-"""Why a request is ended early: by its client, or by a newer one with the same key."""
+Cause: TypeAlias = Literal["cancelled", "superseded", "disconnected"]
+"""Why a request is ended early: by its client, by a newer one with the same key, or because the client has gone."""
 
 Send: TypeAlias = Callable[[wire.Reply], None]
 """Takes the replies to one request. Never blocks; may be called from within `submit` and `cancel`."""

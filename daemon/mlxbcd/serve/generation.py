@@ -18,6 +18,7 @@ from mlxbcd.plan.resolve import Feature, Plan
 from mlxbcd.sampling.sampler import Sample
 from mlxbcd.serve.contract import Cause
 from mlxbcd.serve.replies import error_reply
+from mlxbcd.serve.resuming import Book, Recording
 from mlxbcd.spec.statistics import Statistics, total
 from mlxbcd.text.stage import Piece, TextStage
 from mlxbcd.text.tokenizer import Tokenizer
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _REPLACED: Final = frozenset({"superseded", "deadline"})
 """Ends after which a request much like it is likely to come."""
+_AT_ONCE: Final = 256
+"""Known tokens that are told before others get their turn."""
 PROGRESS_S: Final = 0.25
 """Progress frames of one request come no closer than this."""
 
@@ -114,6 +117,8 @@ class Generation:
 
     Attributes:
         ended_with: why it ended (a finish reason or an error's code); None while it runs.
+        recording: what is remembered of it, if it can be taken up again.
+        keeper: holds it when its client has gone, if it is to go on.
     """
 
     def __init__(
@@ -126,6 +131,9 @@ class Generation:
         self.wire = request
         self.clock = Clock()
         self.ended_with: str | None = None
+        self.recording: Recording | None = None
+        self.keeper: Book | None = None
+        self._attended = True
         self._client = client
         self._accepted: wire.Accepted | None = None
         self._reply = reply
@@ -177,6 +185,12 @@ class Generation:
         """The request is being made ready (load, template, tokens) by `task`, which ends it or calls `start`."""
         self._preparation = task
 
+    def remember(self, recording: Recording, keeper: Book) -> None:
+        """It can be taken up again, and goes on when its client has gone, if its request says so."""
+        if not self.over:
+            self.recording = recording
+            self.keeper = keeper if recording.keep_s is not None else None
+
     def accept(self, accepted: wire.Accepted) -> None:
         """Tell the client that its request is taken."""
         if not self.over:
@@ -193,6 +207,8 @@ class Generation:
         client: str = "",
         plan: Plan | None = None,
         held: Held | None = None,
+        replay: Sequence[int] = (),
+        whole: wire.FinishReason | None = None,
     ) -> None:
         """Hand the request to the engine; from here its listener calls drive everything.
 
@@ -201,6 +217,8 @@ class Generation:
             client: who asks, for fairness between clients.
             plan: how it runs, for a client that asked.
             held: what its prompt is restored from; released here, or by the engine.
+            replay: the last ones of the forced tokens, which the stages have not seen: the client lacks them.
+            whole: why it ended after those, if it has.
 
         Raises:
             ServeError: the engine takes no more requests, or could never run this one.
@@ -208,11 +226,15 @@ class Generation:
         if self.over:
             _let_go(held)
             return
-        self._prompt = len(request.prompt)
-        self._tokenizer = tokenizer
-        self._plan = plan
-        self._outputs = [_Output(number, stage, len(request.forced)) for number, stage in enumerate(stages)]
+        self._begin(request, tokenizer, stages, plan, len(request.forced) - len(replay))
         (first, *_) = self._outputs
+        if self._replay(first, replay):
+            _let_go(held)
+            return
+        if whole is not None:
+            _let_go(held)
+            self._finish(whole)
+            return
         if first.stage.hit is not None or _said_all(request):
             _let_go(held)
             self._finish("stop")
@@ -224,9 +246,65 @@ class Generation:
             self._key = engine.submit(request, self, client, held=held)
             self._engine = engine
 
+    async def take_over(
+        self,
+        other: Generation,
+        request: Request,
+        tokenizer: Tokenizer,
+        stages: Sequence[TextStage],
+        *,
+        plan: Plan | None = None,
+    ) -> None:
+        """Go on in place of one that has lost its client: tell what this client lacks, then what comes.
+
+        Args:
+            stages, plan: as for `start`; the forced tokens are those that the client has.
+        """
+        assert other.recording is not None
+        self._begin(request, tokenizer, stages, plan, len(request.forced))
+        (output,) = self._outputs
+        known, at = other.recording.tokens, len(request.forced)
+        try:
+            while at < len(known):
+                if self._replay(output, known[at : at + _AT_ONCE]):
+                    other.expire()
+                    return
+                at = min(at + _AT_ONCE, len(known))
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            other.expire()
+            raise
+        self._cached, self.clock.started, self.clock.first = other._cached, other.clock.started, other.clock.first
+        output.generated = other._outputs[0].generated
+        engine, key, outcome = other._engine, other._key, other.ended_with
+        if outcome is None and engine is not None:
+            engine.rehear(key, self)
+            self._engine, self._key = engine, key
+            other._engine = None
+            other._close("resumed")
+        else:
+            self._finish("length" if outcome == "length" else "stop")
+
     def cancel(self, reason: Cause = "cancelled") -> None:
-        """End now, with what has been generated. Idempotent."""
-        self._finish(reason)
+        """End now, with what has been generated; or, if its client has gone and it is to go on, do that. Idempotent."""
+        if reason != "disconnected":
+            self._finish(reason)
+        elif self.keeper is not None and self.recording is not None and not self.over:
+            self._attended, self._reply = False, _nobody
+            self.keeper.keep(self.recording, self)
+        else:
+            self._finish("cancelled")
+
+    @property
+    def resumable(self) -> bool:
+        """It draws, or has ended as it should: somebody may take it over."""
+        return self.ended_with in ("stop", "length") or (self.ended_with is None and self._engine is not None)
+
+    def expire(self) -> None:
+        """Nobody has come back for it."""
+        self._finish("cancelled")
+        if self.recording is not None:
+            self.recording.ended("cancelled", None, attended=True)
 
     def progress(self, phase: Literal["load", "prefill"], done: int, total: int) -> None:
         """Tell how far loading or prefill is, at most every 250 ms."""
@@ -305,19 +383,13 @@ class Generation:
         output = self._outputs[candidate]
         if self.clock.first is None:
             self.clock.first = time.monotonic()
-        output.generated += 1
         if eos:
+            output.generated += 1
             return
-        unsent = output.unsent
-        unsent.n += 1
-        if self.wire.resumable:
-            unsent.ids.append(sample.token)
         if sample.logprob is not None:
-            unsent.logprobs.append(self._logprob(sample))
+            output.unsent.logprobs.append(self._logprob(sample))
             output.score(sample.logprob)
-        self._send(output, output.stage.push(sample.token))
-        if output.stage.hit is not None:
-            self._end(output, "stop")
+        self._draw(output, sample.token)
 
     def speculated(self, statistics: Statistics, candidate: int = 0) -> None:
         self._outputs[candidate].speculated = statistics
@@ -333,6 +405,34 @@ class Generation:
             self._reply(error_reply(error, self.wire.id))
 
     # -- frames
+
+    def _begin(
+        self, request: Request, tokenizer: Tokenizer, stages: Sequence[TextStage], plan: Plan | None, had: int
+    ) -> None:
+        self._prompt = len(request.prompt)
+        self._tokenizer = tokenizer
+        self._plan = plan
+        self._outputs = [_Output(number, stage, had) for number, stage in enumerate(stages)]
+
+    def _replay(self, output: _Output, tokens: Sequence[int]) -> bool:
+        """Tell tokens that were drawn before; whether it is over with them, or was before."""
+        for token in tokens:
+            if self.over:
+                break
+            self._draw(output, token)
+        return self.over
+
+    def _draw(self, output: _Output, token: int) -> None:
+        """A token that has text is part of an output now."""
+        output.generated += 1
+        output.unsent.n += 1
+        if self.wire.resumable:
+            output.unsent.ids.append(token)
+        if self.recording is not None:
+            self.recording.drawn(token)
+        self._send(output, output.stage.push(token))
+        if output.stage.hit is not None:
+            self._end(output, "stop")
 
     def _send(self, output: _Output, pieces: list[Piece]) -> None:
         """One frame per run of text and per call; the tokens and ids since the last frame ride on the first."""
@@ -408,6 +508,9 @@ class Generation:
     def _close(self, outcome: str, stopped: int | None = None) -> None:
         """No frame but the terminal one may follow."""
         self.ended_with = outcome
+        if self.recording is not None and outcome != "resumed":
+            hit = self._outputs[0].stage.hit if self._outputs else None
+            self.recording.ended(outcome, hit, attended=self._attended)
         if self._deadline is not None:
             self._deadline.cancel()
         if self._engine is not None:
@@ -422,6 +525,10 @@ class Generation:
         text = self._tokenizer.token_text
         top = [wire.TopToken(token, text(token), logprob) for token, logprob in sample.top]
         return wire.TokenLogprob(sample.token, text(sample.token), sample.logprob, top)
+
+
+def _nobody(frame: wire.Reply) -> None:
+    """Nobody is told."""
 
 
 def _let_go(held: Held | None) -> None:

@@ -58,8 +58,8 @@ class TaskJob:
 
     def cancel(self, reason: Cause = "cancelled") -> None:
         """See `contract.Job.cancel`."""
-        by = "by the client" if reason == "cancelled" else "by a newer request"
-        self.failed(ServeError("bad_request", f"{reason} {by}"))
+        by = "superseded by a newer request" if reason == "superseded" else "cancelled by the client"
+        self.failed(ServeError("bad_request", by))
 
     async def _run(self, work: Callable[[TaskJob], Awaitable[None]]) -> None:
         try:

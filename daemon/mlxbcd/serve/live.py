@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 import mlxbcd
 from mlxbc import wire
-from mlxbcd.cache.service import Lease
+from mlxbcd.cache.service import Lease, Space
 from mlxbcd.config.settings import Settings
 from mlxbcd.device import Device
 from mlxbcd.engine.faults import DeviceFault
@@ -44,6 +44,7 @@ from mlxbcd.serve.manners import Manners
 from mlxbcd.serve.metrics import Metrics
 from mlxbcd.serve.priming import generation_of, primed
 from mlxbcd.serve.prompting import Prompt, Prompter, max_tokens
+from mlxbcd.serve.resuming import Recording
 from mlxbcd.serve.subscriptions import Changes, Subscription, Trace, Watch
 from mlxbcd.text.workers import TextWorkers
 from mlxbcd.trace import Tracer
@@ -345,20 +346,65 @@ class LiveService:
             prompt, frozen, plan = await self._freeze(resident, request, seed)
             stages = await self._prompter.stages(resident.words, request, prompt, frozen, stream)
             explained = plan if request.explain else None
-            frozen, held = await self._reuse(resident, request, prompt, frozen, plan)
+            space = await self._caches.adopt(resident) if plan.has(Feature.PREFIX_CACHE) else None
+            remembered = self._remember(generation, source, frozen, plan, space, stream)
+            record = None
+            if remembered is not None and request.resume is not None:
+                other = self._caches.book.take(remembered)
+                if other is not None:
+                    await generation.take_over(other, frozen, resident.tokenizer, stages, plan=explained)
+                    return
+                record = await self._caches.book.load(remembered)
+            told = len(frozen.forced)
+            if record is not None:
+                frozen = replace(frozen, forced=record.ids)
+            frozen, held = await self._reuse(resident, request, prompt, frozen, plan, space)
             generation.start(
-                resident.engine, frozen, resident.tokenizer, stages, client=client, plan=explained, held=held
+                resident.engine,
+                frozen,
+                resident.tokenizer,
+                stages,
+                client=client,
+                plan=explained,
+                held=held,
+                replay=frozen.forced[told:],
+                whole=record.whole if record is not None else None,
             )
 
+    def _remember(
+        self, generation: Generation, source: Resolved, frozen: Request, plan: Plan, space: Space | None, stream: str
+    ) -> Recording | None:
+        """Let a generation be taken up again, if it can be.
+
+        Raises:
+            ServeError: bad_request, it is to go on without its client, and can't.
+        """
+        request = generation.wire
+        if plan.has(Feature.CHECKPOINTS):
+            recording = self._caches.recording(space, source.path, request, frozen, stream)
+            generation.remember(recording, self._caches.book)
+            return recording
+        if request.on_disconnect == "keep":
+            raise ServeError("bad_request", f"on_disconnect keep: {plan.off[Feature.CHECKPOINTS].text}")
+        return None
+
     async def _reuse(
-        self, resident: Resident, request: wire.Generate, prompt: Prompt, frozen: Request, plan: Plan
+        self,
+        resident: Resident,
+        request: wire.Generate,
+        prompt: Prompt,
+        frozen: Request,
+        plan: Plan,
+        space: Space | None,
     ) -> tuple[Request, Lease | None]:
         """The request with what it has to do with the prefix cache, and the prefix that it is restored from."""
-        space = await self._caches.adopt(resident) if plan.has(Feature.PREFIX_CACHE) else None
+        if not plan.has(Feature.PREFIX_CACHE):
+            return frozen, None
+        trimmable, checkpoints = resident.built.trimmable, plan.has(Feature.CHECKPOINTS)
+        known = await self._prompter.stable(resident.words, request, prompt, next_turn=not trimmable)
+        frozen = self._caches.plan(space, request, frozen, known, trimmable=trimmable, checkpoints=checkpoints)
         if space is None:
             return frozen, None
-        known = await self._prompter.stable(resident.words, request, prompt, next_turn=not space.trimmable)
-        frozen = self._caches.plan(space, request, frozen, known, checkpoints=plan.has(Feature.CHECKPOINTS))
         return frozen, await self._caches.hold(space, frozen, resident.engine.costs, resident.engine.policy)
 
     async def _freeze(self, resident: Resident, request: wire.Generate, seed: int) -> tuple[Prompt, Request, Plan]:

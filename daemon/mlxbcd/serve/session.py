@@ -385,7 +385,7 @@ class Session(asyncio.Protocol):
         self._disarm()
         self._outbox.close()
         for call in list(self._running.values()):
-            call.cancel()
+            call.cancel("disconnected")
 
     # ------------------------------------------------------------------------------------- time and memory
 
