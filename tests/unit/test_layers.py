@@ -86,6 +86,7 @@ DECISIONS: Final = {
     "mlxbcd.spec.costs",
     "mlxbcd.spec.depth",
     "mlxbcd.spec.echo",
+    "mlxbcd.spec.forcing",
     "mlxbcd.spec.lookup",
     "mlxbcd.spec.rates",
     "mlxbcd.spec.statistics",

@@ -30,6 +30,7 @@ from mlxbcd.spec.costs import VerifyCosts
 from mlxbcd.spec.depth import Depth, best_depth, worth_waiting
 from mlxbcd.spec.drafter import LOOKUP, Asked, Companion, Covered, Drafter
 from mlxbcd.spec.echo import BELIEVED, PLACES, Echo, Origin
+from mlxbcd.spec.forcing import Forcing
 from mlxbcd.spec.rates import Rates
 from mlxbcd.spec.statistics import Counts, Statistics
 from mlxbcd.state.geometry import Key
@@ -55,11 +56,27 @@ class Speculation:
     Attributes:
         echo: what the row may be copying; None where it must not.
         drafts: the drafter may propose for it.
+        forcing: its grammar proposes, if it has one.
     """
 
     echo: Echo | None = None
     drafts: bool = False
+    forcing: Forcing | None = None
     statistics: Statistics = field(default_factory=Statistics)
+
+
+@dataclass(slots=True)
+class _Span:
+    """What is known of a row's next tokens without drafting.
+
+    Attributes:
+        chances: of each token.
+        forced: they are the grammar's; else they are echoed.
+    """
+
+    tokens: Sequence[int] = ()
+    chances: Sequence[float] = ()
+    forced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +85,14 @@ class _Window:
 
     Attributes:
         origin: whose span the proposals are; None if the drafter's, or if there are none.
+        forced: they are the grammar's.
         samplers: of each position.
     """
 
     row: Row
     proposals: Sequence[int]
     origin: Origin | None
+    forced: bool
     samplers: Sequence[RowSampler]
 
 
@@ -174,6 +193,8 @@ class SpeculativeGroup(DecodeGroup):
 
     def _speculation(self, row: Row) -> Speculation:
         request = row.request
+        if row.sampler.constraint is not None and request.proposes:
+            return Speculation(forcing=Forcing())
         if not request.drafts and not request.echo:
             return Speculation()
         beliefs = self._beliefs.setdefault(request.kind, {origin: _belief() for origin in Origin})
@@ -195,14 +216,21 @@ class SpeculativeGroup(DecodeGroup):
         return min(WIDEST, state.widest, state.unconverted()) - 1
 
     def _waits(self) -> bool:
-        """Whether the sample in flight is likely enough to confirm a span that is worth verifying."""
+        """Whether the sample in flight is likely enough to confirm a span, or to settle what a grammar forces, that is
+        worth verifying."""
         if not self._costs.known or (most := self._widest()) < 1:
             return False
-        chances = []
+        chances: list[Sequence[float]] = []
         for key, row in self._rows.items():
-            echo = self._speculations[key].echo
+            speculation = self._speculations[key]
             n = min(most, self._room(row) - 1) + 1
-            chances.append(echo.chances(len(echo.propose(n))) if echo is not None and n > 1 and not row.ended else [])
+            if n < 2 or row.ended:
+                chances.append([])
+            elif speculation.forcing is not None:
+                chances.append(speculation.forcing.expected(n - 1))
+            else:
+                echo = speculation.echo
+                chances.append(echo.chances(len(echo.propose(n))) if echo is not None else [])
         return any(chances) and worth_waiting(chances, self._costs)
 
     def _due(self) -> int:
@@ -224,43 +252,50 @@ class SpeculativeGroup(DecodeGroup):
             return []
         spans = self._spans(most)
         drafts = self._drafts(min(depth, most), spans)
-        if not any(spans.values()) and not any(drafts.values()):
+        if not any(span.tokens for span in spans.values()) and not any(drafts.values()):
             return []
         windows = []
         for key, row in self._rows.items():
-            span = spans.get(key, [])
-            proposals = _until(row.request.eos, span or drafts.get(key, []))
-            origin = None
-            if span:
-                echo = self._speculations[key].echo
-                assert echo is not None
-                origin = echo.origin
+            span, echo = spans[key], self._speculations[key].echo
+            proposals = _until(row.request.eos, span.tokens or drafts.get(key, []))
+            origin = echo.origin if echo is not None and span.tokens and not span.forced else None
             samplers = row.sampler.supposing(proposals)
-            windows.append(_Window(row, proposals[: len(samplers) - 1], origin, samplers))
+            windows.append(_Window(row, proposals[: len(samplers) - 1], origin, span.forced, samplers))
         return windows if any(window.proposals for window in windows) else []
 
-    def _spans(self, most: int) -> dict[Key, list[int]]:
+    def _spans(self, most: int) -> dict[Key, _Span]:
         """Each row's span, cut to the depth that pays for all."""
-        spans, chances = {}, {}
-        for key, row in self._rows.items():
-            echo = self._speculations[key].echo
-            span = echo.propose(min(most, self._room(row))) if echo is not None else []
-            spans[key] = span
-            chances[key] = echo.chances(len(span)) if echo is not None else []
+        spans = {key: self._span(row, min(most, self._room(row))) for key, row in self._rows.items()}
+        chances = [span.chances for span in spans.values()]
         if self._costs.known:
-            depth = best_depth(list(chances.values()), self._costs)
+            depth = best_depth(chances, self._costs)
         else:
-            depth = _FIXED if any(each and each[0] > 0.8 for each in chances.values()) else 0
-        return {key: span[:depth] for key, span in spans.items()}
+            depth = _FIXED if any(each and each[0] > 0.8 for each in chances) else 0
+        for span in spans.values():
+            span.tokens = span.tokens[:depth]
+        return spans
 
-    def _drafts(self, depth: int, spans: Mapping[Key, Sequence[int]]) -> dict[Key, list[int]]:
+    def _span(self, row: Row, most: int) -> _Span:
+        """What is known to follow a row's newest token, at most so many tokens of it."""
+        speculation, constraint = self._speculations[row.key], row.sampler.constraint
+        if speculation.forcing is not None and constraint is not None:
+            forced = constraint.forced()
+            speculation.forcing.saw(len(forced))
+            forced = forced[: max(most, 0)]
+            return _Span(forced, speculation.forcing.chances(len(forced)), forced=True)
+        if speculation.echo is None:
+            return _Span()
+        tokens = speculation.echo.propose(most)
+        return _Span(tokens, speculation.echo.chances(len(tokens)))
+
+    def _drafts(self, depth: int, spans: Mapping[Key, _Span]) -> dict[Key, list[int]]:
         """What the drafter proposes for the rows without a span."""
         if self._drafter is None or depth < 1:
             return {}
         asked = [
             Asked(key, row.pending, row.sampler, min(room, depth))
             for key, row in self._rows.items()
-            if self._speculations[key].drafts and not spans[key] and (room := self._room(row)) > 0
+            if self._speculations[key].drafts and not spans[key].tokens and (room := self._room(row)) > 0
         ]
         if not asked:
             return {}
@@ -331,7 +366,9 @@ class SpeculativeGroup(DecodeGroup):
         speculation.statistics.forwards += 1
         speculation.statistics.verify_s += seconds
         _counts(speculation.statistics, window.origin).saw(drafted, verdict.accepted)
-        if window.origin is None and self._depth is not None and drafted:
+        if window.forced and drafted and speculation.forcing is not None:
+            speculation.forcing.verified(min(drafted, verdict.emitted) if row.ended else drafted, verdict.accepted)
+        elif window.origin is None and self._depth is not None and drafted:
             # Behind the row's end nothing was wrong: it was not looked at.
             seen = verdict.emitted if row.ended else drafted
             self._depth.saw(row.key, min(drafted, seen), verdict.accepted)

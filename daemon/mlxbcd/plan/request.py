@@ -150,6 +150,7 @@ class Request:
         stop: strings that end the row where the text first contains one; matched off the device.
         constraint: makes what rules out tokens, one for each row of this request; it has accepted the forced ones.
         drafts: names of the drafters that may guess its next tokens.
+        proposes: what its constraint leaves no choice about is guessed, too.
         echo: texts, as token ids, that it may copy from.
         kind: what sort of request it is: what is learnt from one is believed of the next.
     """
@@ -166,6 +167,7 @@ class Request:
     boundaries: tuple[int, ...] = ()
     caching: Caching = Caching()
     drafts: frozenset[str] = frozenset()
+    proposes: bool = False
     echo: tuple[tuple[int, ...], ...] = ()
     kind: str = "text"
 

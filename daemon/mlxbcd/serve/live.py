@@ -58,7 +58,9 @@ BUSY_S: Final = 10.0
 STUCK_S: Final = 60.0
 """One that takes longer than this, and isn't a load, may never return."""
 _GOOD_ENDS: Final = frozenset({"stop", "length", "cancelled", "superseded", "deadline"})
-ENABLED: Final[frozenset[Feature]] = frozenset({Feature.INFILLING, Feature.DRAFTS, Feature.ECHO})
+ENABLED: Final[frozenset[Feature]] = frozenset(
+    {Feature.INFILLING, Feature.DRAFTS, Feature.ECHO, Feature.GRAMMAR_PROPOSALS}
+)
 """Features that this daemon has."""
 
 
@@ -441,7 +443,7 @@ class LiveService:
         asked = built.drafters if request.draft == "auto" else (request.draft,)
         drafts = frozenset(asked if plan.has(Feature.DRAFTS) else ())
         echo = await prompter.sources(words, request.echo, built.vocab_size) if plan.has(Feature.ECHO) else ()
-        return prompt, replace(frozen, drafts=drafts, echo=echo), plan
+        return prompt, replace(frozen, drafts=drafts, echo=echo, proposes=plan.has(Feature.GRAMMAR_PROPOSALS)), plan
 
     # -- the other requests
 
