@@ -610,6 +610,23 @@ async def test_status_tells_what_the_models_take_and_may_take(house: House) -> N
     assert isinstance(await house.ask(id=5, prompt="x", model="two", max_tokens=2).end(), wire.Done)
 
 
+async def test_the_text_of_waiting_prompts_is_bounded_and_let_go(house: House) -> None:
+    settings = Settings(model=house.configuration.settings.model, prompts=50_000)
+    house.service._take(settings)
+    held = [house.ask(id=i, prompt="x" * 20_000) for i in range(2)]
+    with pytest.raises(ServeError, match="prompts of open requests hold"):
+        house.ask(id=9, prompt="x" * 20_000)
+    for asked in held:
+        assert (await asked.end()).code == "context_too_long"
+    running = house.ask(id=1, prompt="the " * 80, max_tokens=200)
+    await running.first(wire.Token)
+    assert house.service._prompts.total < 80 * 3 * 40, "its text is gone"
+    running.job.cancel()
+    await running.end()
+    await house.empty()
+    assert house.service._prompts.total == 0
+
+
 # -- starting and stopping
 
 

@@ -94,3 +94,24 @@ async def test_closing_waits_for_what_has_begun_drops_the_rest_and_refuses_more(
             await call(thread_of, "x")
         assert caught.value.code == "shutting_down"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mlxbcd-text")]
+
+
+async def test_after_very_long_texts_the_workers_tidy_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxbcd.text.workers.TIDY_S", 0.05)
+    tidied: list[str] = []
+    done = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def tidy() -> None:
+        tidied.append(threading.current_thread().name)
+        loop.call_soon_threadsafe(done.set)
+
+    workers = TextWorkers(tidy=tidy)
+    await workers.run(len, "x" * (INLINE_CHARACTERS + 1))
+    for _ in range(5):
+        await workers.run(len, "x" * (LONG_CHARACTERS + 1))
+    await done.wait()
+    await asyncio.sleep(0.1)
+    assert len(tidied) == 1
+    assert tidied[0].startswith("mlxbcd-long-text")
+    await workers.close()

@@ -171,6 +171,13 @@ class Settings:
     queue: int = _key(
         "requests.queue", kinds.count(1, 100_000), 1024, "Requests that may wait or run; more are refused.", live=True
     )
+    prompts: int = _key(
+        "requests.prompts",
+        kinds.size(),
+        128 * 1024 * 1024,
+        "What the prompts of all open requests may hold together, as text and as tokens; more are refused.",
+        live=True,
+    )
     max_tokens: int = _key(
         "requests.max_tokens",
         kinds.count(1, 10_000_000),

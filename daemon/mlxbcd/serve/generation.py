@@ -409,6 +409,8 @@ class Generation:
     def _begin(
         self, request: Request, tokenizer: Tokenizer, stages: Sequence[TextStage], plan: Plan | None, had: int
     ) -> None:
+        # The text has become tokens: nobody needs megabytes of it while others are drawn.
+        self.wire = wire.Generate(id=self.wire.id, resumable=self.wire.resumable)
         self._prompt = len(request.prompt)
         self._tokenizer = tokenizer
         self._plan = plan

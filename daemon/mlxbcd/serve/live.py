@@ -24,6 +24,7 @@ from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.runner import Report
 from mlxbcd.engine.scheduler import Policy, planned_chunks
 from mlxbcd.errors import ServeError
+from mlxbcd.machine import heap
 from mlxbcd.machine.system import Machine, this_machine
 from mlxbcd.model import allocator
 from mlxbcd.model.blas import BlasReport
@@ -45,11 +46,25 @@ from mlxbcd.serve.metrics import Metrics
 from mlxbcd.serve.priming import generation_of, primed
 from mlxbcd.serve.prompting import Prompt, Prompter, max_tokens
 from mlxbcd.serve.resuming import Recording
+from mlxbcd.serve.prompts import TOKEN_BYTES, Prompts, weight
 from mlxbcd.serve.subscriptions import Changes, Subscription, Trace, Watch
 from mlxbcd.text.workers import TextWorkers
 from mlxbcd.trace import Tracer
 
 Open: TypeAlias = Generation | TaskJob
+Labour: TypeAlias = (
+    wire.Explain
+    | wire.Generate
+    | wire.Prime
+    | wire.CacheClear
+    | wire.Tokenize
+    | wire.Count
+    | wire.Models
+    | wire.Load
+    | wire.Probe
+    | wire.Unload
+)
+"""Requests that take time, and that a draining daemon waits for."""
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +101,7 @@ class LiveService:
         self._missing_default = ""
         self._blas = blas
         self._on_fatal = on_fatal
-        self._workers = TextWorkers()
+        self._workers = TextWorkers(tidy=heap.give_back)
         self._prompter = Prompter(self._workers, self._settings.fim)
         self._allowance = Allowance(self._settings, machine.memory)
         self._tracer = Tracer()
@@ -103,6 +118,7 @@ class LiveService:
             self._schedule,
         )
         self._metrics = Metrics()
+        self._prompts = Prompts(self._settings.prompts)
         self._changes = Changes()
         self._subscriptions: set[Subscription] = set()
         self._open: set[Open] = set()
@@ -156,6 +172,14 @@ class LiveService:
             raise _stopping()
         if len(self._open) >= self._settings.queue:
             raise ServeError("queue_full", f"{self._settings.queue} requests are waiting or running; retry later")
+        size = weight(request)
+        self._prompts.check(size)
+        job = self._start(request, reply, client)
+        if job in self._open:
+            self._prompts.hold(job, size)
+        return job
+
+    def _start(self, request: Labour, reply: Send, client: str) -> Job:
         match request:
             case wire.Explain():
                 check(request)
@@ -205,6 +229,7 @@ class LiveService:
 
     def _take(self, settings: Settings) -> None:
         self._settings = settings
+        self._prompts.limit = settings.prompts
         self._prompter = Prompter(self._workers, settings.fim)
         self._residency.choose(default=settings.model, aliases=settings.aliases)
         self._caches.choose(settings)
@@ -272,6 +297,7 @@ class LiveService:
 
     def _leave(self, job: Open) -> None:
         self._open.discard(job)
+        self._prompts.hold(job, 0)
         self._changes.poke()
         if not self._open:
             self._manners.rest()
@@ -346,6 +372,7 @@ class LiveService:
                 generation.clock.loaded = time.monotonic()
             _keep(resident, request.keep_alive)
             prompt, frozen, plan = await self._freeze(resident, request, seed)
+            self._prompts.replace(generation, TOKEN_BYTES * len(frozen.prompt))
             stages = await self._prompter.stages(resident.words, request, prompt, frozen, stream)
             explained = plan if request.explain else None
             space = await self._caches.adopt(resident) if plan.has(Feature.PREFIX_CACHE) else None

@@ -16,6 +16,7 @@ INLINE_CHARACTERS: Final = 2048
 """Text up to this length is worked on at once: it takes about a millisecond."""
 LONG_CHARACTERS: Final = 128 * 1024
 """Text beyond this length may take seconds."""
+TIDY_S: Final = 1.0
 
 
 class TextWorkers:
@@ -26,13 +27,16 @@ class TextWorkers:
 
     Args:
         threads: of each pool; more work waits its turn.
+        tidy: called in a thread when very long texts have been worked on, and for a moment none has followed.
     """
 
-    def __init__(self, threads: int = 2) -> None:
+    def __init__(self, threads: int = 2, tidy: Callable[[], None] | None = None) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="mlxbcd-text")
         self._long = ThreadPoolExecutor(threads, thread_name_prefix="mlxbcd-long-text")
         self._stubborn = ThreadPoolExecutor(threads, thread_name_prefix="mlxbcd-grammar")
         self._running: set[asyncio.Future[Any]] = set()
+        self._tidy = tidy
+        self._tidying: asyncio.TimerHandle | None = None
         self._closed = False
 
     def __repr__(self) -> str:
@@ -79,6 +83,8 @@ class TextWorkers:
     async def close(self) -> None:
         """Refuse new work, drop what hasn't begun, wait for what has."""
         self._closed = True
+        if self._tidying is not None:
+            self._tidying.cancel()
         pools = (self._pool, self._long, self._stubborn)
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -91,7 +97,18 @@ class TextWorkers:
         future = asyncio.get_running_loop().run_in_executor(pool, function)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
-        return await future
+        try:
+            return await future
+        finally:
+            if pool is self._long and self._tidy is not None and not self._closed:
+                self._tidy_soon(self._tidy)
+
+    def _tidy_soon(self, tidy: Callable[[], None]) -> None:
+        """A moment later: what came of the text is still in use."""
+        if self._tidying is not None:
+            self._tidying.cancel()
+        loop = asyncio.get_running_loop()
+        self._tidying = loop.call_later(TIDY_S, lambda: loop.run_in_executor(self._long, tidy))
 
     def _check_open(self) -> None:
         if self._closed:
