@@ -45,8 +45,8 @@ from mlxbcd.serve.manners import Manners
 from mlxbcd.serve.metrics import Metrics
 from mlxbcd.serve.priming import generation_of, primed
 from mlxbcd.serve.prompting import Prompt, Prompter, max_tokens
-from mlxbcd.serve.resuming import Recording
 from mlxbcd.serve.prompts import TOKEN_BYTES, Prompts, weight
+from mlxbcd.serve.resuming import Recording
 from mlxbcd.serve.subscriptions import Changes, Subscription, Trace, Watch
 from mlxbcd.text.workers import TextWorkers
 from mlxbcd.trace import Tracer
