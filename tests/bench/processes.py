@@ -124,17 +124,24 @@ class Server:
 
 
 class Daemon(Server):
-    """Our daemon. Ready when it answers `hello`; the model loads behind that."""
+    """Our daemon. Ready when it answers `hello`; the model loads behind that.
 
-    def __init__(self, model: Path, *more: str) -> None:
+    Args:
+        more: arguments.
+        cache: where it keeps states on the disk; None keeps them in memory alone, and out of the user's cache.
+    """
+
+    def __init__(self, model: Path, *more: str, cache: Path | None = None) -> None:
         super().__init__()
+        self._cache = cache
         self.model = model
         self.socket = self.directory / "socket"
         self._more = more
 
     def command(self) -> Sequence[str]:
         plain = [script("mlxbcd"), "--socket", str(self.socket), "--model", str(self.model), "--log-level", "warning"]
-        return [*plain, *self._more]
+        disk = ["--no-cache-disk"] if self._cache is None else ["--set", f"cache.directory={self._cache}"]
+        return [*plain, *disk, *self._more]
 
     def answers(self) -> bool:
         try:

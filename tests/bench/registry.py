@@ -26,6 +26,7 @@ BENCHES: Final[Mapping[str, str]] = {
     "http": "bench.endpoint",
     "memory": "bench.memory",
     "rows": "bench.rows",
+    "cache": "bench.cache",
     "grammar": "bench.grammar",
     "spec": "bench.spec",
     "mixed": "bench.mixed",
