@@ -57,7 +57,7 @@ def drafter_of(name: str, layers: int | None = None, selection: Selection = Sele
     return ModelDrafter(forward, composition, subject(name).vocabulary, selection=selection)
 
 
-@pytest.mark.parametrize("name", [PLAIN, WINDOWED])
+@pytest.mark.parametrize("name", [PLAIN, pytest.param(WINDOWED, marks=pytest.mark.slow)])
 def test_a_model_that_drafts_for_itself_is_always_right(name: str) -> None:
     made, texts = asked(name)
     play = Play(subject(name), drafter=drafter_of(name), depth=DEPTH)

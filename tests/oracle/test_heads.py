@@ -135,7 +135,7 @@ def test_a_head_that_does_not_fit_is_left_out_and_the_model_runs(store: Path, ca
     assert "does not fit" in caplog.text
 
 
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("kind", ["random", "knowing"])
 def test_tokens_are_the_same_with_a_head_as_without(store: Path, kind: str, batch: int) -> None:
     model = built(store / kind)
