@@ -36,6 +36,7 @@ from mlxbcd.methods.autoregressive import Row as DecodeRow  # noqa: E402
 from mlxbcd.methods.compiled import CompiledSteps  # noqa: E402
 from mlxbcd.methods.events import Drawn, Event  # noqa: E402
 from mlxbcd.methods.step import EagerSteps, StepBuilder  # noqa: E402
+from mlxbcd.model import cuda  # noqa: E402
 from mlxbcd.model.forward import Forward, Group  # noqa: E402
 from mlxbcd.plan.request import Request  # noqa: E402
 from mlxbcd.sampling.sampler import RowSampler  # noqa: E402
@@ -130,6 +131,7 @@ class Ours:
     def __init__(self, model: Model, prompts: Sequence[Sequence[int]], ahead: Ahead, steps: StepBuilder) -> None:
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.steps = steps
+        self.taken = self.compiled = 0
         self._group = DecodeGroup(model.forward, Rows(model.composition, widest=1), ahead, steps)
         for key, prompt in enumerate(prompts):
             rows = prefilled(model, key, prompt)
@@ -141,6 +143,8 @@ class Ours:
     def step(self) -> None:
         """One more token of every row is known to the host."""
         self._group.step(self._take)
+        self.taken += 1
+        self.compiled += self.steps.off is None
 
     @property
     def nbytes(self) -> int:
@@ -222,6 +226,37 @@ def _seconds_per_step(side: Any, steps: int) -> float:
     return (perf_counter() - began) / steps
 
 
+def attention_error() -> float:
+    """The largest relative error of our CUDA attention, over types and shapes, to MLX's own in float32.
+
+    Raises:
+        AssertionError: it is more than rounding.
+    """
+    worst = 0.0
+    for dtype, rows, heads, kv_heads, dim, reach in (
+        (mx.bfloat16, 1, 32, 8, 128, 448),
+        (mx.bfloat16, 32, 32, 8, 128, 448),
+        (mx.bfloat16, 1, 32, 8, 128, 4096),
+        (mx.float16, 3, 9, 3, 64, 300),
+        (mx.bfloat16, 4, 16, 4, 256, 512),
+        (mx.float32, 2, 28, 4, 128, 1500),
+    ):
+        keys = [mx.random.key(i) for i in range(4)]
+        queries = mx.random.normal((rows, 1, heads, dim), key=keys[0]).astype(dtype).transpose(0, 2, 1, 3)
+        shape = (rows + 1, kv_heads, reach + 32, dim)
+        held = [mx.random.normal(shape, key=key).astype(dtype)[:rows, :, :reach] for key in keys[1:3]]
+        lengths = mx.random.randint(1, reach + 1, (rows,), key=keys[3])
+        mask = (mx.arange(reach)[None] < lengths[:, None])[:, None, None]
+        ours = cuda.attention(queries, *held, 0.7 * dim**-0.5, mask, None)
+        assert ours is not None
+        wide = [each.astype(mx.float32) for each in (queries, *held)]
+        wanted = mx.fast.scaled_dot_product_attention(*wide, scale=0.7 * dim**-0.5, mask=mask)
+        error = float((mx.linalg.norm((ours - wanted).flatten()) / mx.linalg.norm(wanted.flatten())).item())
+        assert error < (1e-5 if dtype == mx.float32 else 1e-2), (dtype, rows, heads, kv_heads, dim, reach, error)
+        worst = max(worst, error)
+    return worst
+
+
 def bandwidth() -> float:
     """Bytes per second that a large copy reads and writes here."""
     source = mx.random.normal((1 << (28 if mx.default_device().type == mx.DeviceType.gpu else 20),))
@@ -257,7 +292,7 @@ def decode(model: Model, batch: int, rate: float, variants: bool) -> list[Row]:
     rows = []
     for (name, side), seconds in zip(ours.items(), times, strict=True):
         limit = None if name else _TARGETS.get((model.name, batch))
-        chosen = f"{ahead.value} ahead, {'compiled' if side.steps.off is None else side.steps.off.value}; "
+        chosen = f"{ahead.value} ahead, {side.compiled} of {side.taken} steps compiled; "
         rows.append(
             compare(
                 f"gpu/{model.name}/B={batch}{name}",
@@ -358,12 +393,15 @@ def main() -> int:
     parser.add_argument("--weights", nargs="+", choices=["bf16", "4bit"], default=["bf16", "4bit"])
     parser.add_argument("--batches", nargs="+", type=int, default=list(_BATCHES))
     parser.add_argument("--variants", action="store_true", help="also: eager and compiled steps, run and build ahead")
+    parser.add_argument("--without-packed", action="store_true", help="leave packed forwards out")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the rows there")
     args = parser.parse_args()
     rate = bandwidth()
     print(f"device: {json.dumps(mx.device_info(), default=str)}")
     print(f"versions: Python {platform.python_version()}, mlx {mx.__version__}, mlx-lm {mlx_lm.__version__}")
     print(f"copy bandwidth: {rate / 1e12:.2f} TB/s", flush=True)
+    if cuda.available():
+        print(f"attention of rows of different lengths: off by {attention_error():.1e} at most", flush=True)
     rows: list[Row] = []
     for weights in args.weights:
         model = make(args.shape, None if weights == "bf16" else 4)
@@ -371,9 +409,10 @@ def main() -> int:
             made = decode(model, batch, rate, args.variants)
             rows += made
             report(made)
-        made = mixed(model, rate)
-        rows += made
-        report(made)
+        if not args.without_packed:
+            made = mixed(model, rate)
+            rows += made
+            report(made)
         del model
         mx.clear_cache()
     print("\n" + render(rows))

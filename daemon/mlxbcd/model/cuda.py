@@ -110,14 +110,14 @@ def attention(
         ("T", queries.dtype),
     ]
     shape = (rows, heads, 1, dim)
-    inputs = [queries, keys, values, mx.broadcast_to(mask, (rows, 1, 1, reach)), mx.array(scale, dtype=mx.float32)]
+    inputs = [queries, keys, values, mx.broadcast_to(mask, (rows, 1, 1, reach))]
     launch = {"grid": (32 * warps * splits, heads // together, rows), "threadgroup": (32 * warps, 1, 1)}
     if splits == 1:
-        (out,) = _kernel("whole")(
+        (out,) = _kernel("whole", float(scale))(
             inputs=inputs, template=template, output_shapes=[shape], output_dtypes=[queries.dtype], **launch
         )
         return cast(mx.array, out)
-    partial = _kernel("split")(
+    partial = _kernel("split", float(scale))(
         inputs=inputs,
         template=template,
         output_shapes=[(rows, heads, splits, dim), (rows, heads, splits, 2)],
@@ -151,9 +151,11 @@ def arrangement(rows: int, heads: int, repeats: int, reach: int) -> tuple[int, i
 
 
 @cache
-def _kernel(name: str) -> Any:
-    inputs = ["partials", "stats"] if name == "merge" else ["q", "k", "v", "mask", "scale"]
-    source = {"whole": _ATTEND + _WRITE, "split": _ATTEND + _STORE, "merge": _MERGE}[name]
+def _kernel(name: str, scale: float = 1.0) -> Any:
+    inputs = ["partials", "stats"] if name == "merge" else ["q", "k", "v", "mask"]
+    # Written into the source: a number in an array of its own would be fetched from the host by every call.
+    attend = f"  constexpr float SCALE = {scale!r};\n{_ATTEND}"
+    source = {"whole": attend + _WRITE, "split": attend + _STORE, "merge": _MERGE}[name]
     outputs = ["partials", "stats"] if name == "split" else ["out"]
     return mx.fast.cuda_kernel(
         name=f"mlxbc_attention_{name}",
@@ -210,7 +212,7 @@ _ATTEND: Final = """
   const int64_t seen_step = mask_strides[3];
 
   float query[G][8];
-  const float factor = scale[0] * 1.44269504088896340736f;
+  constexpr float factor = SCALE * 1.44269504088896340736f;
 #pragma unroll
   for (int g = 0; g < G; ++g) {
 #pragma unroll
@@ -229,19 +231,26 @@ _ATTEND: Final = """
     for (int i = 0; i < 8; ++i) acc[g][i] = 0.0f;
   }
 
+  bool next[AHEAD];
+#pragma unroll
+  for (int a = 0; a < AHEAD; ++a) {
+    const int at = begin + warp * TEAMS + a * STRIDE + team;
+    next[a] = at < end && seen[at * seen_step];
+  }
   for (int first = begin + warp * TEAMS; first < end; first += AHEAD * STRIDE) {
     bool live[AHEAD];
     MlxbcEight<T> key[AHEAD], value[AHEAD];
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a) {
-      const int at = first + a * STRIDE + team;
-      live[a] = at < end && seen[at * seen_step];
+      const int64_t at = first + a * STRIDE + team;
+      live[a] = next[a];
+      key[a] = mlxbc_load(keys + at * key_step, live[a]);
+      value[a] = mlxbc_load(values + at * value_step, live[a]);
     }
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a) {
-      const int64_t at = first + a * STRIDE + team;
-      key[a] = mlxbc_load(keys + at * key_step, live[a]);
-      value[a] = mlxbc_load(values + at * value_step, live[a]);
+      const int at = first + (AHEAD + a) * STRIDE + team;
+      next[a] = at < end && seen[at * seen_step];
     }
 #pragma unroll
     for (int g = 0; g < G; ++g) {
