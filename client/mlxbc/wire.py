@@ -518,6 +518,34 @@ class Plan(Struct, omit_defaults=True, frozen=True):
     """Prompt tokens of each prefill forward: those planned (`explained`), or those run (`done`)."""
 
 
+class Guesses(Struct, omit_defaults=True, frozen=True):
+    """Guesses of one kind that were verified."""
+
+    rounds: int = 0
+    """Forwards that had any."""
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = []
+    """How many stood at each place behind a known token, from the first on."""
+    accepted_at: list[int] = []
+    lengths: dict[str, int] = {}
+    """How many rounds had how many right."""
+
+
+class Speculation(Struct, omit_defaults=True, frozen=True):
+    """What guessing did for one request."""
+
+    forwards: int = 0
+    forwards_saved: int = 0
+    drafts: Guesses = Guesses()
+    """Of drafters, text that was looked up and grammars."""
+    echo: Guesses = Guesses()
+    """Of texts in `echo`."""
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    """Both counted whole for each request that shared the work: they don't add up."""
+
+
 class Done(_Reply, frozen=True, tag="done"):
     """Terminal frame of a generation."""
 
@@ -535,6 +563,8 @@ class Done(_Reply, frozen=True, tag="done"):
     """One for each output where `n` asked for several; `reason` and `stop` are the first one's, `usage` counts all."""
     plan: Plan | None = None
     """With `explain`."""
+    speculation: Speculation | None = None
+    """With `explain`, of all outputs together."""
 
 
 class Cached(Struct, omit_defaults=True, frozen=True):
@@ -749,6 +779,9 @@ class StatusReport(_Reply, frozen=True, tag="status_report"):
     """Bytes of the whole process, as the system accounts them."""
     footprint_measure: str = ""
     """How it does: "rss" or "phys_footprint"."""
+    drafted_tokens: int = 0
+    """Guesses that were verified, of all requests that have ended."""
+    accepted_tokens: int = 0
     loading: list[Loading] = []
     metrics: Metrics | None = None
     notes: list[str] = []

@@ -68,6 +68,21 @@ async def test_several_outputs_count_together(house: House) -> None:
     assert usage.accepted > LENGTH / 3
 
 
+async def test_the_figures_of_a_request_come_with_explain_and_the_status_sums_them_up(house: House) -> None:
+    _, text, _ = await answer(house, draft="off")
+    done = await house.ask(
+        prompt="the old lighthouse", max_tokens=LENGTH, logit_bias=LETTERS, draft="off", echo=[text], explain=True
+    ).end()
+    figures = done.speculation
+    assert (figures.drafts.drafted, figures.echo.drafted) == (0, done.usage.drafted)
+    assert figures.echo.accepted == sum(figures.echo.accepted_at) == done.usage.accepted
+    assert sum(int(right) * rounds for right, rounds in figures.echo.lengths.items()) == figures.echo.accepted
+    assert figures.forwards + figures.forwards_saved == LENGTH - 1
+    assert figures.verify_ms > 0
+    status = await house.submit(wire.Status(id=2)).end()
+    assert (status.drafted_tokens, status.accepted_tokens) == (done.usage.drafted, done.usage.accepted)
+
+
 async def test_an_unknown_drafter_is_refused_by_name(house: House) -> None:
     error = await house.ask(prompt="x", draft="oracle").end()
     assert (error.code, "no such drafter" in error.message) == ("bad_request", True)

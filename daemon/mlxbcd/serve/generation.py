@@ -19,7 +19,7 @@ from mlxbcd.sampling.sampler import Sample
 from mlxbcd.serve.contract import Cause
 from mlxbcd.serve.replies import error_reply
 from mlxbcd.serve.resuming import Book, Recording
-from mlxbcd.spec.statistics import Statistics, total
+from mlxbcd.spec.statistics import Counts, Statistics, total
 from mlxbcd.text.stage import Piece, TextStage
 from mlxbcd.text.tokenizer import Tokenizer
 from mlxbcd.text.tools import ToolCall
@@ -504,8 +504,13 @@ class Generation:
                 unparsed=first.unparsed if first is not None else [],
                 candidates=[output.summary() for output in self._outputs] if several else [],
                 plan=plan_reply(self._plan, self._pieces) if self._plan is not None else None,
+                speculation=speculation_reply(self._speculated()) if self._plan is not None else None,
             )
         )
+
+    def _speculated(self) -> Statistics:
+        """What guessing did for all outputs."""
+        return total([output.speculated for output in self._outputs])
 
     def _close(self, outcome: str, stopped: int | None = None) -> None:
         """No frame but the terminal one may follow."""
@@ -547,6 +552,24 @@ def _said_all(request: Request) -> bool:
 
 def _call(call: ToolCall) -> wire.ToolCall:
     return wire.ToolCall(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+
+
+def speculation_reply(statistics: Statistics) -> wire.Speculation:
+    """What guessing did, as the wire tells it."""
+
+    def guesses(counts: Counts) -> wire.Guesses:
+        lengths = {str(accepted): rounds for accepted, rounds in sorted(counts.lengths.items())}
+        figures = (counts.rounds, counts.drafted, counts.accepted)
+        return wire.Guesses(*figures, list(counts.drafted_at), list(counts.accepted_at), lengths)
+
+    return wire.Speculation(
+        forwards=statistics.forwards,
+        forwards_saved=statistics.forwards_saved,
+        drafts=guesses(statistics.drafts),
+        echo=guesses(statistics.echo),
+        draft_ms=round(statistics.draft_s * 1e3, 3),
+        verify_ms=round(statistics.verify_s * 1e3, 3),
+    )
 
 
 def plan_reply(plan: Plan, chunks: Sequence[int]) -> wire.Plan:

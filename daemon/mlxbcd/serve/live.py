@@ -132,6 +132,7 @@ class LiveService:
         self._served = 0
         self._failed = 0
         self._generated = 0
+        self._drafted = self._accepted = 0
         self._device_name = "starting"
         configuration.tell(self._take)
 
@@ -337,6 +338,8 @@ class LiveService:
     def _ended(self, generation: Generation) -> None:
         self._served += 1
         self._generated += generation.generated
+        self._drafted += generation.usage.drafted
+        self._accepted += generation.usage.accepted
         if generation.ended_with not in _GOOD_ENDS:
             self._failed += 1
         self._leave(generation)
@@ -578,6 +581,8 @@ class LiveService:
             served=self._served,
             failed=self._failed,
             generated_tokens=self._generated,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
             memory_active=newest.active_bytes,
             memory_cache=newest.cache_bytes,
             memory_used=self._residency.budget.used,
