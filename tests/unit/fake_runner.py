@@ -53,6 +53,7 @@ class FakeRunner:
         self.rows: dict[Key, FakeRow] = {}
         self.decoding: set[Key] = set()
         self.failing: dict[Key, ServeError] = {}
+        self.restored: dict[Key, int] = {}
         self.iterations: list[Iteration] = []
         self.left: list[Key] = []
         self.threads: set[int] = set()
@@ -73,8 +74,8 @@ class FakeRunner:
             self.decoding.discard(key)
         for key, request in start:
             assert key not in self.rows
-            self.rows[key] = FakeRow(request)
-            emit([Prefilled(key, 0)])
+            row = self.rows[key] = FakeRow(request, self.restored.get(key, 0))
+            emit([Prefilled(key, row.position)])
         steps: tuple[tuple[int, float], ...] = ()
         if iteration.decode and self.decoding:
             steps = ((len(self.decoding), 0.001),)

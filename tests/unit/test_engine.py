@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 from fake_runner import Bench, Heard, Recorder, make_request, running
 
-from mlxbcd.engine.engine import _Bill
+from mlxbcd.engine.engine import Activity, _Bill
 from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.packing import PackingRanges
 from mlxbcd.engine.runner import MixedCost, Report
 from mlxbcd.engine.scheduler import Iteration, Policy
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.events import Failed
+from mlxbcd.plan.request import Priority
 
 
 async def test_a_request_hears_its_prefill_its_tokens_and_its_end() -> None:
@@ -402,6 +404,80 @@ def hold(bench: Bench) -> tuple[threading.Event, threading.Event]:
 
     bench.runner.on_iterate = on_iterate
     return started, go
+
+
+# -- prefixes that are held
+
+
+class Prefix:
+    """A prefix that is ready to be restored."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@pytest.mark.parametrize("end", ["runs", "is cancelled", "fails"])
+async def test_what_a_row_is_restored_from_is_held_until_it_is_and_then_let_go_once(end: str) -> None:
+    async with running(Policy(max_rows=1)) as bench:
+        first = Recorder()
+        bench.engine.submit(make_request(max_tokens=30), first)
+        held, listener = Prefix(2), Recorder()
+        key = bench.engine.submit(make_request(prompt=5), listener, held=held)
+        await asyncio.sleep(0)
+        assert held.released == 0, "it waits for its turn"
+        if end == "is cancelled":
+            bench.engine.cancel(key)
+        elif end == "fails":
+            bench.runner.failing[key] = ServeError("internal", "-")
+        await bench.engine.drain()
+        assert held.released == 1
+        await settled(bench)
+
+
+async def test_a_refused_request_lets_go_of_its_prefix() -> None:
+    async with running() as bench:
+        await bench.engine.close()
+        held = Prefix(2)
+        with pytest.raises(ServeError):
+            bench.engine.submit(make_request(), Recorder(), held=held)
+        assert held.released == 1
+
+
+async def test_what_can_be_restored_is_not_left_to_do() -> None:
+    """Of two prompts, the longer one goes first if less of it is left."""
+    async with running(Policy(max_rows=1)) as bench:
+        blocker = Recorder()
+        bench.engine.submit(make_request(max_tokens=5), blocker)
+        short, long = Recorder(), Recorder()
+        bench.engine.submit(make_request(prompt=20, first=100), short)
+        key = bench.engine.submit(make_request(prompt=60, first=200), long, held=Prefix(55))
+        bench.runner.restored[key] = 55
+        order: list[str] = []
+        for name, listener in (("short", short), ("long", long)):
+            listener._react = lambda heard, name=name: order.append(name)  # type: ignore[misc]
+        await bench.engine.drain()
+        assert order[0] == "long"
+
+
+async def test_activity_is_told_when_it_changes_and_ends_idle() -> None:
+    async with running() as bench:
+        told: list[Activity] = []
+        bench.engine.active = told.append
+        urgent = dataclasses.replace(make_request(max_tokens=2), priority=Priority.INTERACTIVE)
+
+        def react(heard: Heard) -> None:
+            if heard[0] == "sampled" and len(plain.tokens) == 1:
+                bench.engine.submit(urgent, Recorder())
+
+        plain = Recorder(react)
+        bench.engine.submit(make_request(max_tokens=40), plain)
+        await bench.engine.drain()
+        await settled(bench)
+        assert told == [Activity.BUSY, Activity.INTERACTIVE, Activity.BUSY, Activity.IDLE]
 
 
 async def settled(bench: Bench) -> None:

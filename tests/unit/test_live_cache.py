@@ -30,6 +30,7 @@ from mlxbcd.config.sources import fixed
 from mlxbcd.device import Device
 from mlxbcd.errors import ServeError
 from mlxbcd.model.blas import BlasReport
+from mlxbcd.residency import build as build_module
 from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.live import LiveService
 
@@ -262,6 +263,43 @@ async def test_eight_at_once_share_one_prefill_of_what_they_begin_with(models: P
         ]
         cached = [(await one.end()).usage.cached for one in asked]
         assert sorted(cached)[1:] == [600] * 7
+
+
+@KINDS
+@pytest.mark.parametrize("stop", [None, "bcdf"])
+async def test_states_of_answers_that_were_guessed_ahead_are_those_of_their_text(
+    kind: str,
+    stop: str | None,
+    models: Path,
+    letters: dict[int, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guesses that were wrong have been in the state; nothing of them may be in what the next turn finds there."""
+    # Windows of guesses cost next to nothing, so whatever is likely is verified.
+    monkeypatch.setattr(build_module, "verify_curve", lambda *model: {1: 1e-9, 32: 1.1e-9})
+    prompt = words(30, 300)
+    fields: dict[str, Any] = {"logit_bias": letters, "max_tokens": 60, "temperature": 0.9, "seed": 3}
+    async with housed(None, cache_ram=0) as house:
+        plain = house.generate(models / kind, prompt=prompt, draft="off", **fields)
+        await plain.end()
+        text = plain.text()
+        following = prompt + text[:50] + "bb"
+        alone = house.generate(models / kind, prompt=following, draft="off", **fields)
+        await alone.end()
+        guess = "".join(letter if i % 7 else "b" for i, letter in enumerate(text))
+    async with housed(tmp_path) as house:
+        ends = {"stop": [text[44:50]]} if stop else {"max_tokens": 50}
+        guessed = house.generate(models / kind, prompt=prompt, echo=[guess], **{**fields, **ends})
+        done = await guessed.end()
+        assert guessed.text() == text[:44] if stop else guessed.ids == plain.ids[:50]
+        assert done.usage.drafted > done.usage.accepted > 0
+        await house.settled()
+        after = house.generate(models / kind, prompt=following, **fields)
+        cached = (await after.end()).usage.cached
+        # Where the state can't be cut, it is kept only if nothing has been read beyond what was delivered.
+        assert cached == 349 or (cached == 299 and stop is not None and kind != "full")
+        assert after.ids == alone.ids
 
 
 # -- priming
