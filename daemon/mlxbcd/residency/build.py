@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -73,6 +74,8 @@ class Built:
     def close(self) -> None:
         """Let the weights go. On the device thread, once nobody else holds the executor."""
         del self.executor
+        # Whatever refers to itself would keep gigabytes until the collector happens to run, on whichever thread.
+        gc.collect()
         mx.clear_cache()
 
 
