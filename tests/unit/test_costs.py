@@ -87,10 +87,10 @@ def test_widths_grow_by_one_doubling_at_a_time() -> None:
     assert widths == [32, 64, 128, 256, 512]
 
 
-def test_a_budget_that_nothing_fits_still_gets_a_token() -> None:
+def test_a_budget_that_nothing_fits_still_gets_a_few_tokens() -> None:
     costs = Costs()
     learn(costs, 100)
-    assert costs.width(-1.0, 0) == 1
+    assert costs.width(-1.0, 0) == 4
 
 
 def test_the_default_gap_keeps_three_quarters_of_the_best_rate() -> None:
@@ -146,3 +146,14 @@ def test_a_line_never_falls_and_never_reaches_zero() -> None:
     assert falling.at(5000) == falling.at(0) > 0
     assert steep.at(0) > 0
     assert FadingLine().at(10) == 0
+
+
+def test_a_forward_that_is_late_anyway_is_not_made_once_per_token() -> None:
+    costs = Costs()
+    costs.saw_step(1, 0.3)
+    costs.saw_piece(64, 0, 0.3 + 64 * 0.01)
+    # Even one token takes longer than the budget; sixteen cost half as much again.
+    assert costs.width(0.25, 0) == 16
+    assert costs.width(0.0, 0) == 16
+    costs.saw_piece(64, 0, 0.3 + 64 * 1.0)
+    assert costs.width(0.25, 0) == 1

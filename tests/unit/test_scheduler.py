@@ -178,5 +178,5 @@ def test_a_gap_that_was_set_overrides_the_measured_one(deep: int) -> None:
         assert piece is not None
         return piece.width
 
-    assert width(0.0) == 1
+    assert width(0.0) == 4, "late anyway, and three more cost little"
     assert width(0.03) < width(None) <= width(0.2)

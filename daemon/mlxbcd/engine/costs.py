@@ -24,6 +24,8 @@ _GOOD_RATE: Final = 0.75
 _FLATTEST: Final = 0.25
 _OUTLIER: Final = 4.0
 """A figure this many times what was expected counts as no more: the machine was asleep, or swapped."""
+_WORTH_A_FORWARD: Final = 1.5
+"""A piece may cost this many times a single token's whatever the budget."""
 _ROUNDING_S: Final = 1e-9
 _NEAR: Final = 16.0
 """Tokens of context; pieces nearer than this to each other look alike."""
@@ -103,12 +105,15 @@ class Costs:
         return self.step(rows) + self.piece(width, context) if known else 0.0
 
     def width(self, budget_s: float, context: int) -> int:
-        """The widest piece expected to end within the budget; a single token if none does.
+        """The widest piece expected to end within the budget.
 
-        Nothing is tried that is more than one doubling away from what has been measured.
+        Where a single token would exceed it, what else costs little more comes along: a forward that is late anyway
+        would else be made once per token. Nothing is tried that is more than one doubling away from what has been
+        measured.
         """
         if not self.widest:
             return START_WIDTH
+        budget_s = max(budget_s, _WORTH_A_FORWARD * self.piece(WIDTHS[0], context))
         fitting = [w for w in WIDTHS if w <= 2 * self.widest and self.piece(w, context) <= budget_s + _ROUNDING_S]
         return fitting[-1] if fitting else WIDTHS[0]
 
