@@ -155,5 +155,7 @@ def test_a_forward_that_is_late_anyway_is_not_made_once_per_token() -> None:
     # Even one token takes longer than the budget; sixteen cost half as much again.
     assert costs.width(0.25, 0) == 16
     assert costs.width(0.0, 0) == 16
-    costs.saw_piece(64, 0, 0.3 + 64 * 1.0)
-    assert costs.width(0.25, 0) == 1
+    dear = Costs()
+    dear.saw_step(1, 0.3)
+    dear.saw_piece(64, 0, 0.3 + 64 * 1.0)
+    assert dear.width(0.25, 0) == 1
