@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -43,6 +44,8 @@ _BLAS_CACHE: Final = paths.cache_dir() / "blas"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts what runs in the background deaf to Ctrl-C, and so would be all that the tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # In /tmp, because the path of a socket must be short.
     home = Path(tempfile.mkdtemp(prefix="mlxbc-home-", dir="/tmp"))
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
