@@ -25,7 +25,7 @@ class DaemonUnavailable(MlxbcError):
     """
 
     def __init__(self, path: str, reason: str) -> None:
-        super().__init__(f"{reason}; start the daemon with: mlxbc serve --detach")
+        super().__init__(f"{reason}; start the daemon with: mlxbc serve --detach --wait")
         self.path = path
 
 

@@ -303,3 +303,12 @@ def test_a_peer_that_finished_writing_has_not_hung_up() -> None:
             assert ours.recv(1) == b""
             assert not hung_up(ours.fileno())
         assert hung_up(ours.fileno())
+
+
+def test_an_empty_directory_that_is_there_for_everybody_is_left_alone(tmp_path: Path) -> None:
+    everybody = tmp_path / "tmp"
+    everybody.mkdir()
+    everybody.chmod(0o1777)
+    with pytest.raises(ConfigError, match="choose a directory of its own"):
+        listen(everybody / "mlxbc.sock")
+    assert everybody.stat().st_mode & 0o7777 == 0o1777

@@ -201,7 +201,7 @@ def test_a_user_without_a_service_manager_is_told_the_way_without_one(systemd: F
     assert output() == (
         "",
         "mlxbc: systemd does not run for this user (Failed to connect to bus: No medium found); "
-        "without a service manager start the daemon with: mlxbc serve --detach\n",
+        "without a service manager start the daemon with: mlxbc serve --detach --wait\n",
     )
 
 

@@ -46,21 +46,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Record."""
     deadline = None if args.seconds is None else time.monotonic() + args.seconds
-    with open(args.file, "w", encoding="utf-8", opener=_private) as file:
-        with Client(client_name="mlxbc-trace") as client, suppress(KeyboardInterrupt):
-            exits.explain(f"recording into {args.file}; Ctrl-C ends it")
-            count = _record(file, client, deadline, args.most)
-            exits.explain(f"{count} spans")
-        file.write("\n]}\n")
+    # A file that is there already is only touched once there is something to write.
+    with Client(client_name="mlxbc-trace") as client, _open(args.file) as file:
+        exits.explain(f"recording into {args.file}; Ctrl-C ends it")
+        counted = Counted()
+        try:
+            with suppress(KeyboardInterrupt):
+                _record(file, client, deadline, args.most, counted)
+        finally:
+            # However the recording ends, a daemon that stops included, what came so far is a whole file.
+            file.write("\n]}\n")
+            exits.explain(f"{counted.spans} spans")
     return exits.OK
 
 
-def _record(file: TextIO, client: Client, deadline: float | None, most: int) -> int:
-    """Write what comes until it is enough; how many spans it were."""
+class Counted:
+    """How many spans have been written."""
+
+    spans = 0
+
+
+def _open(path: str) -> TextIO:
+    try:
+        return open(path, "w", encoding="utf-8", opener=_private)
+    except OSError as error:
+        raise OSError(error.errno, f"{path}: {error.strerror}") from None
+
+
+def _record(file: TextIO, client: Client, deadline: float | None, most: int, counted: Counted) -> None:
+    """Write what comes until it is enough."""
     file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
     file.write(_encode({"ph": "M", "name": "process_name", "pid": client.welcome.pid, "args": {"name": "mlxbcd"}}))
     tracks: dict[str, int] = {}
-    count = 0
     for span in _spans(client, deadline):
         if span.track not in tracks:
             tracks[span.track] = len(tracks) + 1
@@ -68,10 +85,9 @@ def _record(file: TextIO, client: Client, deadline: float | None, most: int) -> 
             file.write(",\n" + _encode({**named, "args": {"name": span.track}}))
         event = {"ph": "X", "name": span.name, "pid": client.welcome.pid, "tid": tracks[span.track]}
         file.write(",\n" + _encode({**event, "ts": span.begin_us, "dur": span.micros, "args": span.facts}))
-        count += 1
-        if count >= most:
+        counted.spans += 1
+        if counted.spans >= most:
             break
-    return count
 
 
 def _spans(client: Client, deadline: float | None) -> Iterator[wire.Span]:

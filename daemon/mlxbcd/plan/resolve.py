@@ -61,7 +61,10 @@ class Reason(Enum):
         "this model doesn't sample tokens one by one; leave out penalties, logit_bias, logprobs, grammars, n, drafts",
     )
     CANDIDATES_ALONE = (Kind.REFUSAL, "n candidates share a batch, which this model can't; ask n times")
-    NO_SUCH_DRAFTER = (Kind.REFUSAL, "this model has no such drafter; `mlxbc explain` lists what it has")
+    NO_SUCH_DRAFTER = (
+        Kind.REFUSAL,
+        "this model has no such drafter; with draft: auto it takes what it has",
+    )
     SHARES_NO_BATCH = (Kind.PLACEMENT, "this model's state can't be kept beside another request's")
     NOT_ENABLED = (Kind.OFF, "not enabled in this daemon")
     NOT_ASKED = (Kind.OFF, "the request doesn't ask for it")

@@ -182,7 +182,7 @@ def _private_directory(path: Path) -> None:
     if above.st_uid not in (0, user):
         raise ConfigError(f"{directory.parent} belongs to user {above.st_uid}: choose another socket path")
     if found.st_mode & 0o077:
-        if not _may_tighten(path):
+        if shared(found) or not _may_tighten(path):
             raise ConfigError(
                 f"others may enter {directory} (mode {stat.S_IMODE(found.st_mode):04o}): "
                 + ("" if shared(found) else f"run `chmod 700 {directory}`, or ")

@@ -17,7 +17,7 @@ def error_reply(error: ServeError, request: int | None) -> wire.Error:
 def mismatch(hello: wire.Hello) -> ServeError:
     """Why a client of another protocol can't be served, with both versions and what to run."""
     if hello.proto > wire.PROTOCOL:
-        advice = "restart the daemon to get its new version: `mlxbc stop`, then `mlxbc serve --detach`"
+        advice = "restart the daemon to get its new version: `mlxbc stop`, then `mlxbc serve --detach --wait`"
     else:
         advice = "update the client: `pip install --upgrade mlxbc`"
     return ServeError(

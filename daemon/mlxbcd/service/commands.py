@@ -26,7 +26,7 @@ class NoManager(ConfigError):
     """There is no service manager for this user."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason}; without a service manager start the daemon with: mlxbc serve --detach")
+        super().__init__(f"{reason}; without a service manager start the daemon with: mlxbc serve --detach --wait")
 
 
 @dataclass(frozen=True, slots=True)
