@@ -8,10 +8,13 @@ from typing import NoReturn
 import pytest
 import pytest_asyncio
 
+from mlxbcd.config.settings import Settings
+from mlxbcd.config.sources import fixed
 from mlxbcd.device import Device
 from mlxbcd.model.blas import BlasReport
 from mlxbcd.residency.resident import Residency
 from mlxbcd.serve import live
+from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.live import LiveService
 
 
@@ -23,7 +26,8 @@ def never(error: BaseException) -> NoReturn:
 async def service() -> AsyncIterator[LiveService]:
     device = Device()
     device.start()
-    service = LiveService(device, None, never, BlasReport("reference", "for a test"))
+    configuration = Configuration(fixed(Settings(cache_mode="none", cache_disk=0)))
+    service = LiveService(device, configuration, never, BlasReport("reference", "for a test"))
     yield service
     await service.close()
 
