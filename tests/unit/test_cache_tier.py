@@ -96,7 +96,9 @@ def test_what_is_no_piece_is_said_once_and_removed(tmp_path: Path, caplog: pytes
     data = bytearray(old.read_bytes())
     data[8] += 1  # the version
     old.write_bytes(data)
-    (tmp_path / "holiday.jpg").write_bytes(b"jpeg")
+    odd = os.fsencode(tmp_path) + b"/\xff\xfe" + SUFFIX.encode()
+    os.close(os.open(odd, os.O_CREAT))
+    (tmp_path / f"mine{SUFFIX}").mkdir()
     (tmp_path / f"{'0' * 32}{SUFFIX}").write_bytes(b"x" * 9000)
     (tmp_path / f"{'1' * 32}.part").write_bytes(b"x" * 9000)
     (tmp_path / f"{'2' * 32}{SUFFIX}").symlink_to("/etc/passwd")
@@ -104,7 +106,9 @@ def test_what_is_no_piece_is_said_once_and_removed(tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.WARNING), cache_at(tmp_path) as cache:
         assert len(caplog.records) == 1
         assert "9 files" in caplog.text, "eight odd ones, and what followed the one that was cut short"
-        left = {path for path in tmp_path.iterdir() if path.name not in ("lock", "CACHEDIR.TAG")}
+        caplog.text.encode()
+        assert (tmp_path / f"mine{SUFFIX}").is_dir(), "whatever that is, it stays"
+        left = {path for path in tmp_path.iterdir() if path.name not in ("lock", "CACHEDIR.TAG", f"mine{SUFFIX}")}
         assert len(left) == len(cache.index.nodes) == 6
     caplog.clear()
     with caplog.at_level(logging.WARNING), cache_at(tmp_path):

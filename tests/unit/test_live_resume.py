@@ -98,6 +98,10 @@ async def test_a_kept_generation_goes_on_and_is_taken_over(had: int, model: Path
         assert before + taken.text() == alone.text()
         done = taken.of(wire.Done)[0]
         assert (done.reason, done.usage.generated) == ("length", LENGTH)
+        assert min(done.timings.queue, done.timings.prefill, done.timings.first_token, done.timings.decode) >= 0
+        status = await house.submit(wire.Status(id=9)).end()
+        assert isinstance(status, wire.StatusReport)
+        assert (status.served, status.failed, status.generated_tokens) == (2, 0, 2 * LENGTH), "it counts once"
         assert house.service._open == set()
 
 

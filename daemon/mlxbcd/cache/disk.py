@@ -140,19 +140,23 @@ class Directory:
         return self.path / f"{name}{SUFFIX}"
 
     def _collect(self, unusable: dict[str, str]) -> None:
+        # A directory is nobody's mistake of ours, and may hold anything.
+        unusable = {name: why for name, why in unusable.items() if not _is_directory(self.path / name)}
         if not unusable:
             return
         name, why = next(iter(unusable.items()))
         log.warning(
-            "%d files in the cache directory are of no use and are removed; %s, for one: %s", len(unusable), name, why
+            "%d files in the cache directory are of no use and are removed; %a, for one: %s", len(unusable), name, why
         )
         for each in unusable:
-            path = self.path / each
             with contextlib.suppress(OSError):
-                if path.is_symlink() or not path.is_dir():
-                    path.unlink()
+                (self.path / each).unlink()
         with contextlib.suppress(OSError):
             sync(self.path)
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _look(entry: os.DirEntry[str]) -> tuple[Header, int, float]:

@@ -31,6 +31,8 @@ _REPLACED: Final = frozenset({"superseded", "deadline"})
 """Ends after which a request much like it is likely to come."""
 _AT_ONCE: Final = 256
 """Known tokens that are told before others get their turn."""
+HANDED_OVER: Final = "resumed"
+"""How a generation ends that another request of the same stream goes on with."""
 PROGRESS_S: Final = 0.25
 """Progress frames of one request come no closer than this."""
 
@@ -44,6 +46,12 @@ class Clock:
     queued: float | None = None
     started: float | None = None
     first: float | None = None
+
+    def follow(self, earlier: Clock) -> None:
+        """Go on from another request's: what it had reached before this one came took this one no time."""
+        self.queued = self.arrived
+        self.started = None if earlier.started is None else max(earlier.started, self.arrived)
+        self.first = None if earlier.first is None else max(earlier.first, self.arrived)
 
     def timings(self) -> wire.Timings:
         """Spans in milliseconds; a stage never reached counts nothing."""
@@ -274,14 +282,15 @@ class Generation:
         except asyncio.CancelledError:
             other.expire()
             raise
-        self._cached, self.clock.started, self.clock.first = other._cached, other.clock.started, other.clock.first
+        self._cached = other._cached
+        self.clock.follow(other.clock)
         output.generated = other._outputs[0].generated
         engine, key, outcome = other._engine, other._key, other.ended_with
         if outcome is None and engine is not None:
             engine.rehear(key, self)
             self._engine, self._key = engine, key
             other._engine = None
-            other._close("resumed")
+            other._close(HANDED_OVER)
         else:
             self._finish("length" if outcome == "length" else "stop")
 

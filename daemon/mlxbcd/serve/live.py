@@ -39,7 +39,7 @@ from mlxbcd.serve.allowance import Allowance
 from mlxbcd.serve.caching import Caches, expected_s
 from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.contract import Fault, Job, Send, Work
-from mlxbcd.serve.generation import PROGRESS_S, Generation, plan_reply
+from mlxbcd.serve.generation import HANDED_OVER, PROGRESS_S, Generation, plan_reply
 from mlxbcd.serve.jobs import FinishedJob, TaskJob, internal
 from mlxbcd.serve.manners import Manners
 from mlxbcd.serve.metrics import Metrics
@@ -336,6 +336,11 @@ class LiveService:
         return self._generate(asked, primed(reply), client)
 
     def _ended(self, generation: Generation) -> None:
+        if generation.ended_with == HANDED_OVER:
+            # The request goes on, and counts where it ends.
+            self._leave(generation)
+            self._residency.keeper.settle()
+            return
         self._served += 1
         self._generated += generation.generated
         self._drafted += generation.usage.drafted
