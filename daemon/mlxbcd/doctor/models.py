@@ -15,6 +15,7 @@ from mlxbcd.errors import ServeError
 from mlxbcd.model import safetensors
 from mlxbcd.model.size import bytes_in_memory
 from mlxbcd.residency.names import hub_cache, resolve
+from mlxbcd.residency.store import check_files
 
 _LEAST_FREE = 1 << 30
 """Bytes that a disk should have left, for logs and caches."""
@@ -73,6 +74,7 @@ def _places() -> Iterator[Finding]:
 def _damage(directory: Path) -> str:
     """What is wrong with a model's files; empty if nothing is."""
     try:
+        check_files(directory)
         for file in directory.glob("model*.safetensors"):
             safetensors.data_bytes(file)
     except ServeError as error:

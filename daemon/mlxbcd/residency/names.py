@@ -186,11 +186,11 @@ def _by_ending(name: str, known: Mapping[str, Resolved], aliases: Mapping[str, s
         return fitting[0]
     if fitting:
         names = ", ".join(sorted(found.name for found in fitting)[:_SHOWN])
-        raise ServeError("unknown_model", f"{name!r} fits several models: {names}; say which")
+        raise ServeError("unknown_model", f"{name[:80]!r} fits several models: {names}; say which")
     near = difflib.get_close_matches(name, sorted({*known, *EMBEDDED, *aliases}), n=_SHOWN, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else "mlxbc models lists what is here"
-    pull = f"; mlxbc pull {name} fetches it" if is_repository(name) else ""
-    raise ServeError("unknown_model", f"there is no model {name!r} here: {hint}{pull}")
+    pull = f"; mlxbc pull {name} fetches it" if is_repository(name) and len(name) <= 200 else ""
+    raise ServeError("unknown_model", f"there is no model {name[:80]!r} here: {hint}{pull}")
 
 
 def _memory(directory: Path, expand: bool | None) -> int:

@@ -26,6 +26,7 @@ from mlxbcd.residency.build import Built, build, given_up
 from mlxbcd.residency.grammars import Grammars
 from mlxbcd.residency.keeper import Keeper
 from mlxbcd.residency.names import Resolved, resolve
+from mlxbcd.residency.store import check_files
 from mlxbcd.residency.words import Words
 from mlxbcd.sampling.grammar import Vocabulary
 from mlxbcd.text.template import ChatTemplate
@@ -369,6 +370,7 @@ class Residency:
         if self.keeper.default is None:
             with contextlib.suppress(ServeError):
                 await self.resolve(None)
+        await self._workers.offload(check_files, source.path)
         expand = await self._device.run(expands)
         needed = await self._workers.offload(partial(bytes_in_memory, source.path, expand=expand))
         sure = False

@@ -19,6 +19,9 @@ from mlxbcd.model.gguf import PARTIAL, import_gguf
 
 _LOCK: Final = ".lock"
 _DIGEST_LENGTH: Final = 12
+_TEXTS: Final = frozenset({".json", ".jinja", ".txt"})
+_LONGEST_TEXT: Final = 512 * 1024 * 1024
+"""Bytes. The largest vocabularies there are take a tenth of it."""
 
 
 def models_directory() -> Path:
@@ -30,6 +33,24 @@ def is_model(directory: Path) -> bool:
     """Whether a directory looks like a model that can be loaded."""
     weights = list(directory.glob("model*.safetensors"))
     return bool(weights) and all(path.is_file() for path in (directory / "config.json", *weights))
+
+
+def check_files(directory: Path) -> None:
+    """Refuse a model's directory before anything in it is opened, if that could wait for ever or fill the memory.
+
+    Raises:
+        ServeError: `load_failed`: it holds a pipe, a socket or a device, or a text file of absurd size.
+    """
+    try:
+        for path in sorted(directory.iterdir()):
+            if not path.exists():  # a link into nowhere is noticed by whoever needs the file
+                continue
+            if not path.is_file() and not path.is_dir():
+                raise ServeError("load_failed", f"{path} is no file; fetch the model again")
+            if path.suffix in _TEXTS and path.stat().st_size > _LONGEST_TEXT:
+                raise ServeError("load_failed", f"{path} is far too large for what it should be; fetch the model again")
+    except OSError as error:
+        raise ServeError("load_failed", f"{directory} cannot be read: {error.strerror}") from error
 
 
 def imported() -> list[Path]:
