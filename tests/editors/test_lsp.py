@@ -26,7 +26,7 @@ from mlxbc.lsp.around import Reach, around, trimmed
 Scripted: TypeAlias = Callable[[], AbstractContextManager[FakeDaemon]]
 
 CODE = "# \U0001f600\ndef add(a, b):\n    ret\n\nprint(add(1, 2))\n"
-URI = "file:///work/app/sums.py"
+URI = "file:///home/me/app/sums.py"
 
 
 class Editor(LanguageClient):

@@ -105,7 +105,7 @@ const host = {
   participant: undefined,
   progress: undefined,
   open(name, text, languageId = "python") {
-    const uri = { scheme: "file", path: `/work/${name}`, toString: () => `file:///work/${name}` };
+    const uri = { scheme: "file", path: `/home/me/${name}`, toString: () => `file:///home/me/${name}` };
     const document = new TextDocument(uri, languageId, text);
     host.documents.push(document);
     vscode.window.activeTextEditor = { document, selection: new Selection(0, 0, 0, 0) };
@@ -193,7 +193,7 @@ const vscode = {
     },
     asRelativePath: (uri) => path.relative("/work", uri.path),
     async openTextDocument({ language, content }) {
-      const document = new TextDocument({ scheme: "untitled", path: "/work/Untitled-1" }, language, content);
+      const document = new TextDocument({ scheme: "untitled", path: "/home/me/Untitled-1" }, language, content);
       host.documents.push(document);
       return document;
     },
