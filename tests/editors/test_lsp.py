@@ -73,7 +73,7 @@ async def editor(socket: Path, *arguments: str, code: str = CODE) -> AsyncIterat
     client = Editor()
     environment = {**os.environ, "MLXBC_SOCKET": str(socket)}
     await client.start_io(sys.executable, "-m", "mlxbc", "lsp", *arguments, env=environment)
-    folder = types.WorkspaceFolder("file:///work", "work")
+    folder = types.WorkspaceFolder("file:///home/me", "me")
     answer = await client.initialize_async(
         types.InitializeParams(types.ClientCapabilities(), process_id=os.getpid(), workspace_folders=[folder])
     )

@@ -191,7 +191,7 @@ const vscode = {
         },
       };
     },
-    asRelativePath: (uri) => path.relative("/work", uri.path),
+    asRelativePath: (uri) => path.relative("/home/me", uri.path),
     async openTextDocument({ language, content }) {
       const document = new TextDocument({ scheme: "untitled", path: "/home/me/Untitled-1" }, language, content);
       host.documents.push(document);
