@@ -12,9 +12,10 @@ from mlxbc.cli.text import ARGUMENT_HELP, gather
 from mlxbc.client import Client
 
 _EPILOG = f"""\
-Takes what mlxbc ask takes, generates nothing, and prints the plan: the method,
-whether the request shares a batch, which features apply and why the others
-don't, and the chunks in which the prompt will be processed.
+Takes a text, -s, -m, -o and --raw as mlxbc ask does, generates nothing, and
+prints the plan: the method, whether the request shares a batch, which features
+apply and why the others don't, and the chunks in which the prompt will be
+processed.
 
 examples:
   mlxbc explain "What is the capital of France?"
