@@ -323,7 +323,9 @@ def wire_bytes(value: Any) -> bytes:
 
 
 def test_five_hundred_connections_at_once_are_served_or_told_and_all_let_go(shared: Daemon) -> None:
-    alone, before = answer(shared), descriptors(shared)
+    alone = answer(shared)
+    at_rest(shared)
+    before = descriptors(shared)
     clients: list[Frames] = []
     with contextlib.ExitStack() as stack:
         for _ in range(500):
@@ -336,7 +338,11 @@ def test_five_hundred_connections_at_once_are_served_or_told_and_all_let_go(shar
         assert all(isinstance(reply, wire.Welcome) for reply in first), "there is room for that many"
         assert answer(shared) == alone
     at_rest(shared)
-    assert descriptors(shared) <= before
+    # The connection that asked, and a file being written, may be a moment behind.
+    deadline = time.monotonic() + PATIENCE_S
+    while (left := descriptors(shared)) > before:
+        assert time.monotonic() < deadline, f"{left} descriptors, {before} before"
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("count", [600, pytest.param(10_000, marks=pytest.mark.slow)])
