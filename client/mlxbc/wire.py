@@ -766,7 +766,9 @@ class StatusReport(_Reply, frozen=True, tag="status_report"):
     running: int
     queued: int
     served: int
+    """Generations that ended as they should; those that were cancelled count too."""
     failed: int
+    """Generations that ended with an error. None is counted twice."""
     generated_tokens: int
     memory_active: int
     """Bytes of live MLX arrays at the last step."""

@@ -345,7 +345,7 @@ def test_five_hundred_connections_at_once_are_served_or_told_and_all_let_go(shar
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("count", [600, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [600, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_thousands_of_requests_leave_nothing_behind(shared: Daemon, count: int) -> None:
     alone = answer(shared)
     at_rest(shared)
@@ -359,7 +359,7 @@ def test_thousands_of_requests_leave_nothing_behind(shared: Daemon, count: int) 
 
     flood(200)  # caches and pools have their size after that
     before = resident(shared)
-    threads = [threading.Thread(target=flood, args=(count // 4,)) for _ in range(4)]
+    threads = [threading.Thread(target=flood, args=(count // 4,), daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

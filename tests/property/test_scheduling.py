@@ -69,6 +69,11 @@ policies = st.builds(
 )
 
 
+def may_run(row: Waiting | Running, policy: Policy) -> bool:
+    """Whether the machine's power has nothing against it."""
+    return policy.background or row.priority is not Priority.BACKGROUND
+
+
 @steady
 @given(waiting_rows(), running_rows, SECONDS, services, st.integers(0, 9), measured_costs(), policies)
 def test_each_decision_keeps_the_rules(
@@ -84,18 +89,20 @@ def test_each_decision_keeps_the_rules(
     active = [*running, *(row for row in rows if row.started)]
     assert not iteration.decode or running
     if running and not iteration.decode:
-        assert iteration.piece is not None
+        assert iteration.piece is not None or not policy.background
         assert all(row.priority is Priority.BACKGROUND for row in running)
     if iteration.piece is None:
-        # Never idle while something could be done: nothing has begun, and whatever waits may not, or lacks room.
-        assert not any(row.started for row in rows)
-        assert all(active or (row.priority is Priority.BACKGROUND and not policy.background) for row in rows)
+        # Never idle while something could be done: what has begun may not go on, and what waits may not, or lacks room.
+        assert not any(row.started and may_run(row, policy) for row in rows)
+        assert all(active or not may_run(row, policy) for row in rows)
+        if iteration.empty:
+            assert not any(may_run(row, policy) for row in (*rows, *running)), "nobody waits for who rests"
         return
     piece, (row,) = iteration.piece, [row for row in rows if row.key == iteration.piece.key]
     if not row.started and active:
         assert sum(other.rows for other in active) + row.rows <= policy.max_rows
         assert policy.bytes_limit is None or sum(other.bytes for other in active) + row.bytes <= policy.bytes_limit
-    assert row.started or row.priority is not Priority.BACKGROUND or policy.background
+    assert row.started or may_run(row, policy)
     end = row.position + piece.width
     ends = {*range(policy.planned_chunk, row.total, policy.planned_chunk), *row.ends, row.total}
     next_planned_end = min(planned for planned in ends if planned > row.position)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from tiny_directory import CONFIG, VOCABULARY, write_model
 
 from mlxbcd.device import Device
 from mlxbcd.engine.budget import MemoryBudget
+from mlxbcd.engine.scheduler import Policy
 from mlxbcd.errors import ServeError
 from mlxbcd.model.size import bytes_in_memory
+from mlxbcd.plan.request import Priority
 from mlxbcd.residency import keeper as keeper_module
 from mlxbcd.residency.names import Resolved
 from mlxbcd.residency.resident import Residency
@@ -158,6 +161,27 @@ async def test_a_model_that_is_always_asked_lets_a_waiting_one_in(
     assert len(await waiting) == 12
     assert len(await later) == 12
     assert first.ends == []
+
+
+async def test_a_model_that_has_to_go_is_not_kept_by_background_rows_that_rest(
+    residency: Residency, sources: list[Resolved], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "PATIENCE_S", 0.0)
+    residency.budget.limit = 2 * size - 1
+    one, two, _ = sources
+    await load(residency, one)
+    engine = residency.models[one.path].engine
+    rest = [Recorder(lambda heard: residency.keeper.settle()) for _ in range(2)]
+    request = replace(make_request([1, 2, 3], 100), priority=Priority.BACKGROUND)
+    engine.submit(request, rest[0])
+    while not rest[0].tokens:
+        await asyncio.sleep(0)
+    residency.schedule(Policy(background=False))
+    engine.submit(request, rest[1])
+    await load(residency, two)
+    assert [listener.ends for listener in rest] == [[("ended", "length")]] * 2
+    assert names(residency) == ["two"]
+    assert not residency.models[two.path].engine.policy.background, "it is for those alone that others wait for"
 
 
 async def test_a_newcomer_that_gives_up_leaves_everything_as_it_was(

@@ -505,7 +505,7 @@ async def test_a_step_that_raises_fails_those_it_ran_and_the_next_request_works(
     assert all(end.retryable for end in ends)
     assert isinstance(await house.ask(prompt="x", max_tokens=5).end(), wire.Done)
     status = await house.submit(wire.Status(id=8)).end()
-    assert (status.served, status.failed, status.state) == (4, 3, "ready")
+    assert (status.served, status.failed, status.state) == (1, 3, "ready")
     assert house.faults == []
     await house.empty()
 
@@ -550,15 +550,68 @@ async def test_more_requests_than_the_daemon_holds_are_refused(house: House) -> 
 # -- the machine
 
 
+class Supply:
+    """The machine's power, as the test says."""
+
+    def __init__(self, house: House, *, on_battery: bool) -> None:
+        self._now = Condition(on_battery=on_battery)
+        self._manners = house.service._manners
+        self._manners._power = self
+
+    def condition(self) -> Condition:
+        return self._now
+
+    async def change(self, *, on_battery: bool) -> None:
+        """It changes, and the daemon looks."""
+        self._now = Condition(on_battery=on_battery)
+        self._manners._looked = -1e9
+        await self._manners.look()
+
+
+async def begun_and_resting(house: House, supply: Supply) -> tuple[Asked, list[int]]:
+    """A background request that rests in the middle of its answer; and its whole answer."""
+    whole = house.ask(id=1, prompt="the story in", max_tokens=300)
+    await whole.end()
+    asked = house.ask(id=2, prompt="the story in", max_tokens=300, priority="background")
+    await asked.first(wire.Token)
+    await supply.change(on_battery=True)
+    (resident,) = house.service._residency.models.values()
+    while resident.engine._work.is_set():
+        await house.device.run(int)
+    return asked, whole.ids
+
+
+async def test_background_requests_that_run_rest_on_battery_and_go_on_to_the_same_answer(house: House) -> None:
+    supply = Supply(house, on_battery=False)
+    resting, whole = await begun_and_resting(house, supply)
+    had = list(resting.ids)
+    assert 0 < len(had) < len(whole)
+    status = await house.submit(wire.Status(id=8)).end()
+    assert (status.running, status.queued) == (1, 0)
+    assert "background requests wait: the machine runs on battery" in status.notes
+    await asyncio.gather(*(house.device.run(int) for _ in range(20)))
+    assert resting.ids == had, "nothing is computed for it"
+    await supply.change(on_battery=False)
+    assert (await resting.end()).reason == "length"
+    assert resting.ids == whole
+    await house.empty()
+
+
+async def test_one_that_rests_can_be_cancelled_and_leaves_nothing(house: House) -> None:
+    resting, _ = await begun_and_resting(house, Supply(house, on_battery=False))
+    resting.job.cancel()
+    assert (await resting.end()).reason == "cancelled"
+    await house.empty()
+
+
+async def test_a_draining_daemon_lets_what_rests_finish(house: House) -> None:
+    resting, whole = await begun_and_resting(house, Supply(house, on_battery=False))
+    await asyncio.wait_for(house.service.drain(), 60)
+    assert resting.ids == whole
+
+
 async def test_background_requests_wait_on_battery_and_others_do_not(house: House) -> None:
-    class Battery:
-        condition_now = Condition(on_battery=True)
-
-        def condition(self) -> Condition:
-            return self.condition_now
-
-    battery = Battery()
-    house.service._manners._power = battery
+    supply = Supply(house, on_battery=True)
     waits = house.ask(id=1, prompt="x", max_tokens=3, priority="background")
     answered = house.ask(id=2, prompt="x", max_tokens=3)
     assert isinstance(await answered.end(), wire.Done)
@@ -566,9 +619,7 @@ async def test_background_requests_wait_on_battery_and_others_do_not(house: Hous
     assert "background requests wait: the machine runs on battery" in status.notes
     assert (status.running, status.queued) == (0, 1)
     assert not waits.over.is_set()
-    battery.condition_now = Condition()
-    house.service._manners._looked = -1e9
-    await house.service._manners.look()
+    await supply.change(on_battery=False)
     assert isinstance(await waits.end(), wire.Done)
     assert waits.ids == answered.ids
 

@@ -284,13 +284,30 @@ def test_watch_prints_a_line_for_each_change(path: Path, capsys: pytest.CaptureF
         session.send(wire.Error(code="shutting_down", message="the daemon is stopping", id=request.id))
 
     with FakeDaemon(path, script):
-        assert cli.main(["watch", "--interval", "500"]) == exits.TEMPORARY
+        assert cli.main(["watch", "--interval", "500"]) == exits.OK
     out, err = capsys.readouterr()
     assert out.splitlines() == [
         "ready | 2 running | 1 queued | 0 B of 0 B | 0 tokens | no model",
         "ready | 0 running | 0 queued | 1.0 GB of 0 B | 0 tokens | no model | loading big 25 %",
     ]
-    assert "stopping" in err
+    assert err == f"mlxbc: {exits.STOPPED}\n"
+
+
+@pytest.mark.parametrize("command", ["watch", "trace"])
+@pytest.mark.parametrize(("code", "ends"), [("shutting_down", exits.OK), ("device_error", exits.FAILED)])
+def test_what_goes_on_as_long_as_the_daemon_ends_well_only_if_that_was_told_to_stop(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, code: wire.ErrorCode, ends: int
+) -> None:
+    kind = wire.Watch if command == "watch" else wire.Trace
+
+    def script(session: Session) -> None:
+        session.send(wire.Error(code=code, message="it ends", id=session.receive(kind).id))
+
+    file = tmp_path / "t.json"
+    with FakeDaemon(path, script):
+        assert cli.main([command, *([str(file)] if command == "trace" else [])]) == ends
+    assert (exits.STOPPED in capsys.readouterr().err) == (ends == exits.OK)
+    assert command == "watch" or json.loads(file.read_text())["traceEvents"]
 
 
 def test_status_for_prometheus(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

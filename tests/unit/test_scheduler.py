@@ -135,10 +135,40 @@ def test_what_is_left_does_not_go_past_a_starving_row_that_needs_more() -> None:
     assert chosen(*rows, decoding=decoding, policy=policy, now=61.0) is None
 
 
-def test_no_background_row_starts_while_the_machine_says_so() -> None:
+def test_background_rows_neither_start_nor_go_on_while_the_machine_says_so() -> None:
     policy = Policy(background=False)
-    assert chosen(waits("later", 10, priority=BACKGROUND), policy=policy) is None
-    assert chosen(waits("begun", 10, position=2, priority=BACKGROUND), policy=policy) == "begun"
+    later = waits("later", 10, priority=BACKGROUND)
+    begun = waits("begun", 10, position=2, priority=BACKGROUND)
+    assert decision(later, begun, decoding=(Running(BACKGROUND),), policy=policy).empty
+    assert chosen(later, begun, waits("other", 900), policy=policy) == "other"
+    assert not decision(later, begun, decoding=(Running(BACKGROUND),)).empty
+
+
+def test_a_step_for_others_takes_background_rows_along() -> None:
+    policy = Policy(background=False)
+    assert decision(decoding=(Running(BACKGROUND), Running(NORMAL)), policy=policy).decode
+    assert not decision(decoding=(Running(BACKGROUND), Running(BACKGROUND)), policy=policy).decode
+
+
+def held_up_by(resting: Running, **about: Any) -> bool:
+    """Whether resting rows go on for a row that waits."""
+    iteration = decision(waits("waits", 10, rows=2, bytes=GIB, client="another"), decoding=(resting,), **about)
+    assert iteration.piece is None or not iteration.decode
+    return iteration.decode
+
+
+def test_background_rows_that_hold_what_others_wait_for_go_on_until_it_is_free() -> None:
+    few = Policy(background=False, max_rows=4)
+    assert held_up_by(Running(BACKGROUND, rows=3), policy=few)
+    assert not held_up_by(Running(BACKGROUND, rows=2), policy=few), "there is room"
+    small = Policy(background=False, bytes_limit=3 * GIB)
+    assert held_up_by(Running(BACKGROUND, bytes=3 * GIB), policy=small)
+    assert not held_up_by(Running(BACKGROUND, bytes=2 * GIB), policy=small)
+    begun = waits("begun", 10, position=2, priority=BACKGROUND, rows=3)
+    assert chosen(begun, waits("waits", 10, rows=2, client="another"), policy=few) == "begun"
+    others = (Running(BACKGROUND), Running(NORMAL, rows=3))
+    busy = decision(begun, waits("waits", 10, rows=2, client="another"), decoding=others, policy=few)
+    assert busy.piece is None, "others hold its place, and resting rows make no difference"
 
 
 def test_background_rows_step_seldom_while_a_keystroke_waits() -> None:

@@ -71,6 +71,9 @@ exit status:
   141  the reader of the output has gone
 """
 
+STOPPED = "the daemon was told to stop, so there is nothing more to see"
+"""Why something that goes on for as long as the daemon does has ended well."""
+
 
 def explain(message: str) -> None:
     """Say on standard error why a command ends as it does."""

@@ -12,7 +12,7 @@ import msgspec
 from mlxbc import wire
 from mlxbc.cli import exits
 from mlxbc.client import Client
-from mlxbc.errors import RequestTimeout
+from mlxbc.errors import RequestTimeout, ShuttingDown
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from typing import Any, TextIO
 
 _EPILOG = f"""\
-Records from now on, until Ctrl-C, --for, or --most spans. The file is Chrome's
-trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open. Each
-request has a track: load, prepare, queue, prefill with its pieces, decode; and
-so has each model's device: iterations, decode steps with their rows, prefill
-forwards, and how long samples waited for the event loop. No text of a prompt
-or an answer is in it. Nothing is recorded while nobody asks.
+Records from now on, until Ctrl-C, --for, --most spans, or until the daemon is
+told to stop. The file is Chrome's trace format, which Perfetto
+(ui.perfetto.dev) and chrome://tracing open. Each request has a track: load,
+prepare, queue, prefill with its pieces, decode; and so has each model's device:
+iterations, decode steps with their rows, prefill forwards, and how long samples
+waited for the event loop. No text of a prompt or an answer is in it. Nothing is
+recorded while nobody asks.
 
 examples:
   mlxbc trace
@@ -53,8 +54,10 @@ def run(args: argparse.Namespace) -> int:
         try:
             with suppress(KeyboardInterrupt):
                 _record(file, client, deadline, args.most, counted)
+        except ShuttingDown:
+            exits.explain(exits.STOPPED)
         finally:
-            # However the recording ends, a daemon that stops included, what came so far is a whole file.
+            # However the recording ends, what came so far is a whole file.
             file.write("\n]}\n")
             exits.explain(f"{counted.spans} spans")
     return exits.OK

@@ -10,12 +10,13 @@ from mlxbc import wire
 from mlxbc.cli import exits
 from mlxbc.cli.table import size
 from mlxbc.client import Client
+from mlxbc.errors import ShuttingDown
 
 _EPILOG = f"""\
 One line for each change, until Ctrl-C or the daemon ends; nothing is printed
-while nothing happens, and an idle daemon isn't woken. For a status line of an
-editor or a bar, --json prints one object a line with everything that
-`mlxbc status --json` has.
+while nothing happens, and an idle daemon isn't woken. A daemon that is told to
+stop ends this with status 0. For a status line of an editor or a bar, --json
+prints one object a line with everything that `mlxbc status --json` has.
 
 examples:
   mlxbc watch
@@ -38,8 +39,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show it."""
     with Client(client_name="mlxbc-watch") as client:
-        for report in client.watch(interval_ms=args.interval):
-            print(msgspec.json.encode(report).decode() if args.json else _line(report), flush=True)
+        try:
+            for report in client.watch(interval_ms=args.interval):
+                print(msgspec.json.encode(report).decode() if args.json else _line(report), flush=True)
+        except ShuttingDown:
+            exits.explain(exits.STOPPED)
     return exits.OK
 
 

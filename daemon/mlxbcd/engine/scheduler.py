@@ -9,6 +9,7 @@ longest. A row that has waited past the starving bound gets every fourth piece, 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -37,7 +38,9 @@ class Policy:
         bytes_limit: bytes that the states of all rows may come to need; None is no limit.
         bytes_most: what that limit could become if all went that can be made again: what needs more is refused. None
             is `bytes_limit`.
-        background: rows of the background class may start; the machine's power says so.
+        background: rows of the background class may use the machine, as its power says. If not, none starts, and those
+            that have begun rest with their state until they may, or until a better row waits for a place they hold. A
+            step that is made for others takes them along: the weights are read once for all its rows.
     """
 
     max_rows: int = 32
@@ -191,8 +194,11 @@ def planned_chunks(request: Request, policy: Policy) -> list[int]:
 def decide(state: State, costs: Costs, policy: Policy) -> Iteration:
     """The next iteration. Empty only when there is nothing to do, or nothing that may be done."""
     running = sum(row.rows for row in state.running)
-    decode = running > 0
-    candidates, blocked = _candidates(state, policy)
+    candidates, blocked, held_up = _candidates(state, policy)
+    rest = not policy.background and not held_up
+    if rest:
+        candidates = [row for row in candidates if row.priority is not Priority.BACKGROUND]
+    decode = any(not rest or row.priority is not Priority.BACKGROUND for row in state.running)
     if not candidates:
         return Iteration(decode, None, blocked)
     row = _choose(candidates, state, policy)
@@ -213,37 +219,55 @@ def decide(state: State, costs: Costs, policy: Policy) -> Iteration:
     return Iteration(decode, Piece(row.key, width, width == left, phase, row.position), blocked, gap)
 
 
-def _candidates(state: State, policy: Policy) -> tuple[list[Waiting], int]:
-    """The rows that may be prefilled now, and the bytes that the first new one is short of, may it run or not."""
-    active: list[Running | Waiting] = [*state.running, *(row for row in state.waiting if row.started)]
-    rows = sum(row.rows for row in active)
-    held = sum(row.bytes for row in active)
-    of_client: dict[str, int] = {}
-    for row in active:
-        of_client[row.client] = of_client.get(row.client, 0) + row.rows
+class _Taken:
+    """The places that some rows have."""
+
+    def __init__(self, rows: Sequence[Running | Waiting]) -> None:
+        self.none = not rows
+        self._rows = sum(row.rows for row in rows)
+        self._bytes = sum(row.bytes for row in rows)
+        self._of_client: Counter[str] = Counter()
+        for row in rows:
+            self._of_client[row.client] += row.rows
+
+    def admits(self, row: Waiting, policy: Policy) -> bool:
+        """Whether there may be that many rows more, its bytes apart."""
+        theirs = self._of_client[row.client]
+        fits = self._rows + row.rows <= policy.row_limit(row.priority)
+        return fits and (not theirs or theirs + row.rows <= policy.client_rows)
+
+    def lacks(self, row: Waiting, policy: Policy) -> int:
+        """Bytes that are missing for it."""
+        return 0 if policy.bytes_limit is None else max(0, self._bytes + row.bytes - policy.bytes_limit)
+
+
+def _candidates(state: State, policy: Policy) -> tuple[list[Waiting], int, bool]:
+    """The rows that may be prefilled now; the bytes that the first new one is short of, may it run or not; and whether
+    a row that may start is held up by background rows alone."""
+    started = [row for row in state.waiting if row.started]
+    active: list[Running | Waiting] = [*state.running, *started]
+    taken = _Taken(active)
+    by_others = _Taken([row for row in active if row.priority is not Priority.BACKGROUND])
     candidates: list[Waiting] = []
-    short = 0
+    short, held_up = 0, False
     for row in state.waiting:
         if row.started:
             candidates.append(row)
             continue
         if row.priority is Priority.BACKGROUND and not policy.background:
             continue
-        taken = of_client.get(row.client, 0)
-        lacking = 0 if policy.bytes_limit is None else max(0, held + row.bytes - policy.bytes_limit)
-        fits = rows + row.rows <= policy.row_limit(row.priority) and (
-            not taken or taken + row.rows <= policy.client_rows
-        )
-        if (fits and not lacking) or not active:
+        fits, lacking = taken.admits(row, policy), taken.lacks(row, policy)
+        if (fits and not lacking) or taken.none:
             candidates.append(row)
             short = short or lacking
             continue
+        held_up = held_up or by_others.none or (by_others.admits(row, policy) and not by_others.lacks(row, policy))
         if fits and lacking and not short:
             short = lacking
         if state.now - row.since > policy.starving_s:
             # What the others leave must not go to yet others before it suffices for this one.
-            return [row for row in state.waiting if row.started], short
-    return candidates, short
+            return started, short, held_up
+    return candidates, short, held_up
 
 
 def _choose(candidates: Sequence[Waiting], state: State, policy: Policy) -> Waiting:

@@ -38,6 +38,7 @@ class Keeper:
         models: the resident ones, which others add and remove.
         let_go: lets one go that nobody needs; it isn't resident any more when this returns, and what it took is free
             when what it returns is done.
+        leaving: told when a model takes no new requests any more, and when it does again.
 
     Attributes:
         default: the directory of the default model, once it is known.
@@ -51,6 +52,7 @@ class Keeper:
         models: Mapping[Path, Resident],
         budget: MemoryBudget,
         let_go: Callable[[Resident], asyncio.Task[None]],
+        leaving: Callable[[Resident], None],
     ) -> None:
         self.budget = budget
         self.default: Path | None = None
@@ -59,6 +61,7 @@ class Keeper:
         self.shedders: list[Shed] = []
         self._models = models
         self._let_go = let_go
+        self._leaving = leaving
         self._one_by_one = asyncio.Lock()
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -171,6 +174,7 @@ class Keeper:
         finally:
             for resident in told:
                 resident.leaving = False
+                self._leaving(resident)
             self.settle()
 
     def _moving(self) -> int:
@@ -189,6 +193,8 @@ class Keeper:
         going = [one for path in paths if isinstance(path, Path) and (one := self._models.get(path)) is not None]
         for resident in going:
             resident.leaving = True
+            self._leaving(resident)
+        self._share()
         return going
 
     async def _wait_until(self, patient_until: float) -> None:

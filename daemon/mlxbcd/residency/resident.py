@@ -157,7 +157,7 @@ class Residency:
         self.models: dict[Path, Resident] = {}
         self.budget = budget or MemoryBudget(_UNLIMITED)
         self._tracer = tracer or Tracer()
-        self.keeper = Keeper(self.models, self.budget, self._let_go)
+        self.keeper = Keeper(self.models, self.budget, self._let_go, self._reschedule)
         self._default: str | None = None
         self._aliases: Mapping[str, str] = {}
         self._policy = Policy()
@@ -288,8 +288,13 @@ class Residency:
         """Take settings of scheduling, for the models in memory too."""
         self._policy = policy
         for resident in self.models.values():
-            resident.engine.policy = self._policy_of(resident.built)
+            self._reschedule(resident)
         self.keeper.settle()
+
+    def _reschedule(self, resident: Resident) -> None:
+        policy = self._policy_of(resident.built)
+        # Whoever waits for its room would wait for its background rows too, if these rested.
+        resident.engine.policy = replace(policy, background=policy.background or resident.leaving)
 
     def _policy_of(self, built: Built) -> Policy:
         return replace(self._policy, max_rows=1) if built.reason else self._policy

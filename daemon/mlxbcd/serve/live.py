@@ -211,6 +211,7 @@ class LiveService:
         """See `contract.Service.drain`."""
         self._draining = True
         self._changes.poke()
+        self._schedule()
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -243,7 +244,9 @@ class LiveService:
         logs.set_level(settings.log_level)
 
     def _schedule(self) -> None:
-        self._residency.schedule(replace(_policy(self._settings), background=self._manners.background))
+        # The daemon's end waits for every request, so none rests then.
+        background = self._manners.background or self._draining
+        self._residency.schedule(replace(_policy(self._settings), background=background))
 
     # -- start-up and faults
 
@@ -341,12 +344,13 @@ class LiveService:
             self._leave(generation)
             self._residency.keeper.settle()
             return
-        self._served += 1
+        if generation.ended_with in _GOOD_ENDS:
+            self._served += 1
+        else:
+            self._failed += 1
         self._generated += generation.generated
         self._drafted += generation.usage.drafted
         self._accepted += generation.usage.accepted
-        if generation.ended_with not in _GOOD_ENDS:
-            self._failed += 1
         self._leave(generation)
         self._residency.keeper.settle()
         generation.log()
