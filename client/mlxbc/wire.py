@@ -184,7 +184,7 @@ class Generate(_Request, frozen=True, tag="generate"):
     regex: Annotated[str, Meta(min_length=1)] | None = None
     """Regular expression that the whole text matches."""
     choice: Annotated[list[str], Meta(min_length=1, max_length=10_000)] | None = None
-    """The text is one of these."""
+    """The text is one of these. They may have 40,000 bytes in all, common beginnings counted once."""
     temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
     """0 is greedy. Sampling fields left out come from the model's generation_config.json."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from mlxbcd.errors import ServeError
 from mlxbcd.sampling.grammar import Matcher, Vocabulary, Words, all_but, only
-from mlxbcd.sampling.grammar_source import LONGEST_SOURCE, Source, lark_string
+from mlxbcd.sampling.grammar_source import LONGEST_SOURCE, MOST_BEGINNINGS, Source, lark_string
 
 BACKEND = make_tokenizer()
 EOS = BACKEND.token_to_id("<|end|>")
@@ -136,6 +137,45 @@ def test_matchers_of_one_grammar_do_not_meet() -> None:
 def test_forced_tokens_are_those_without_a_choice() -> None:
     assert BACKEND.decode(follow(Source.of_choices(["abcx", "abcy"])).forced()) == "abc"
     assert follow(Source.of_choices(["a", "b"])).forced() == []
+
+
+def test_a_list_of_choices_may_be_as_long_as_the_wire_lets_it_be() -> None:
+    """And a choice that begins another, or is nothing at all, is one like the others."""
+    choices = ["", *(str(number) for number in range(9_999))]
+    grammar = TOKENS.compile(Source.of_choices(choices))
+    for choice in ("", "7", "77", "9998"):
+        matcher = grammar.start()
+        matcher.accept(*BACKEND.encode(choice).ids)
+        assert not matcher.fault
+        assert EOS in allowed(matcher.mask()), choice
+        assert matcher.complete == (len(choice) == 4)
+    matcher = grammar.start()
+    matcher.accept(*BACKEND.encode("9999").ids)
+    assert matcher.fault
+
+
+def test_every_choice_of_the_longest_list_can_be_taken_after_all_others() -> None:
+    """What a lexer has visited for one request it keeps for the next."""
+    chance = Random(1)
+    alone = MOST_BEGINNINGS // 80
+    choices = [f"{number:03}" + "".join(chance.choices("abc# ", k=76)) for number in range(alone)]
+    grammar = TOKENS.compile(Source.of_choices(choices))
+    for choice in choices:
+        matcher = grammar.start()
+        tokens = BACKEND.encode(choice).ids
+        for done in range(0, len(tokens), 20):
+            matcher.mask()
+            matcher.accept(*tokens[done : done + 20])
+        assert matcher.complete, matcher
+
+
+def test_a_list_with_more_to_tell_apart_is_refused() -> None:
+    half = "a" * (MOST_BEGINNINGS // 2)
+    TOKENS.compile(Source.of_choices([half + "b" * 19_999, half + "c", half, half]))
+    message = refusal(Source.of_choices([half + "b" * 20_000, half + "c"])).message
+    assert "have 40001 bytes" in message
+    assert "40000 are the most: give fewer" in message
+    assert refusal(Source.of_choices(["é" * 20_001])).message.startswith("the choices have 40002 bytes")
 
 
 @pytest.mark.parametrize(

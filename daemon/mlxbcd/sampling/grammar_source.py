@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise, starmap
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -24,6 +25,9 @@ Path: TypeAlias = tuple[str | int, ...]
 
 LONGEST_SOURCE: Final = 256 * 1024
 """Characters of one grammar. Compiling the worst of this length takes seconds, and tens of megabytes."""
+MOST_BEGINNINGS: Final = 40_000
+"""Bytes of one list of choices, common beginnings counted once. Each is a state of the lexer that reads them, which has
+to have room for all: requests share it, so what one has visited stays."""
 _LONGEST_MESSAGE: Final = 300
 _SEARCH_S: Final = 1.0
 """Seconds that parts of a schema are compiled to find the one at fault."""
@@ -69,7 +73,7 @@ class Source:
         """What llguidance compiles.
 
         Raises:
-            ServeError: grammar_invalid, it is too long.
+            ServeError: grammar_invalid, it is too long, or has too much to choose from.
         """
         if len(self.text) > LONGEST_SOURCE:
             problem = f"has {len(self.text)} characters; {LONGEST_SOURCE} are the most a grammar may have"
@@ -83,8 +87,7 @@ class Source:
             case "regex":
                 return LLMatcher.grammar_from_regex(self.text)
             case "choice":
-                choices = dict.fromkeys(msgspec.json.decode(self.text, type=list[str]))
-                return LLMatcher.grammar_from_lark("start: " + " | ".join(map(lark_string, choices)))
+                return LLMatcher.grammar_from_lark(_alternatives(msgspec.json.decode(self.text, type=list[str])))
 
     def refusal(self, problem: str) -> ServeError:
         """The error for a client: llguidance's `problem`, and the place where it can be told.
@@ -111,6 +114,33 @@ def lark_string(text: str) -> str:
     """A text as a literal of a Lark grammar."""
     # Lark's lexer takes no DEL as it is, and neither does it take raw control characters, which JSON escapes.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _alternatives(choices: list[str]) -> str:
+    """A Lark grammar of one of these.
+
+    They make one terminal, which the lexer reads however many there are: alternatives of a rule would fill a row of the
+    parser, which takes 2,000.
+    """
+    beginnings = _beginnings([choice.encode() for choice in choices])
+    if beginnings > MOST_BEGINNINGS:
+        raise _refusal(
+            f"the choices have {beginnings} bytes, common beginnings counted once; {MOST_BEGINNINGS} are the most: "
+            "give fewer of them, or shorter ones"
+        )
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(lark_string, dict.fromkeys(choices)))
+
+
+def _beginnings(texts: list[bytes]) -> int:
+    """How many different texts, the empty one left out, one of these begins with."""
+    ordered = sorted(texts)
+    return sum(map(len, ordered)) - sum(starmap(_in_common, pairwise(ordered)))
+
+
+def _in_common(one: bytes, other: bytes) -> int:
+    """How many bytes two texts both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _json(kind: Kind, value: Any) -> str:
