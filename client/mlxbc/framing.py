@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, TypeVar, get_args
 import msgspec
 
 from mlxbc import wire
+from mlxbc.misfit import said
 
 T = TypeVar("T")
 
@@ -168,10 +169,10 @@ class Inbound(Generic[T]):
         try:
             return decoder.decode(body)  # type: ignore[no-any-return]
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise _refusal(body, head, error) from None
+            raise _refusal(body, head, error, decoder.type) from None
 
 
-def _refusal(body: bytes, head: Any, error: Exception) -> FrameError:
+def _refusal(body: bytes, head: Any, error: Exception, kind: Any) -> FrameError:
     """Say what is wrong with a frame, and whose it was. The framing itself is intact, so the connection goes on."""
     try:
         found = head.decode(body)
@@ -180,13 +181,14 @@ def _refusal(body: bytes, head: Any, error: Exception) -> FrameError:
     has_id = isinstance(found.id, int) and not isinstance(found.id, bool) and found.id >= 0
     nested = isinstance(error, RecursionError)
     readable = isinstance(error, msgspec.ValidationError) and not nested
-    text = "nested too deeply" if nested else str(error)
+    tag = found.type if isinstance(found.type, str) else None
+    text = "nested too deeply" if nested else said(error, kind, tag)
     return FrameError(
         "bad_request" if readable else "bad_frame",
         f"not a message of protocol {wire.PROTOCOL}: {text}",
         fatal=False,
         request_id=found.id if has_id else None,
-        unknown_kind=readable and isinstance(found.type, str) and found.type not in KINDS,
+        unknown_kind=readable and tag is not None and tag not in KINDS,
     )
 
 

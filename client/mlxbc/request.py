@@ -13,6 +13,7 @@ import msgspec
 
 from mlxbc import wire
 from mlxbc.errors import BadRequest
+from mlxbc.misfit import said
 
 MessageLike: TypeAlias = wire.Message | Mapping[str, str]
 """A chat message: `wire.Message`, or a mapping with `role` and `content`."""
@@ -86,7 +87,7 @@ def build(kind: type[T], number: int, /, **fields: Any) -> T:
     try:
         return msgspec.convert({**fields, "id": number}, kind)
     except msgspec.ValidationError as error:
-        raise BadRequest(str(error)) from None
+        raise BadRequest(said(error, kind)) from None
 
 
 def conversation(text: str, system: str | None) -> list[wire.Message]:

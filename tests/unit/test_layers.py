@@ -68,6 +68,7 @@ AFTER_MLX: Final = {"mlxbcd.serve.caching", "mlxbcd.serve.live", "mlxbcd.serve.g
 DECISIONS: Final = {
     "mlxbc.wire",
     "mlxbc.framing",
+    "mlxbc.misfit",
     "mlxbcd.cache.eviction",
     "mlxbcd.cache.index",
     "mlxbcd.cache.keys",
@@ -169,7 +170,7 @@ def layer(module: str) -> str:
         return name
     if name in ("", "cli", "http", "llm_plugin", "lsp"):
         return name
-    return "wire" if name in WIRE or name == "schema" else "client"
+    return "wire" if name in WIRE or name in {"schema", "misfit"} else "client"
 
 
 def root(module: str) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import FieldInfo, fields
 
 from mlxbc import wire
+from mlxbc.misfit import said
 
 _NOT_OPTIONS = frozenset(
     {
@@ -151,7 +152,7 @@ def parse(pairs: list[list[str]]) -> dict[str, Any]:
             else:
                 values[key] = msgspec.convert(text, choices[key].type, strict=False)
         except msgspec.MsgspecError as error:
-            raise ValueError(f"option {key}: {error}") from None
+            raise ValueError(f"option {key}: {said(error, choices[key].type)}") from None
     return values
 
 

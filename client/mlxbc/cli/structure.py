@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from mlxbc import wire
+from mlxbc.misfit import said
 
 
 def add_structure(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +47,7 @@ def _json(parser: argparse.ArgumentParser, option: str, path: str, kind: Any) ->
     try:
         return msgspec.json.decode(_read(parser, option, path), type=kind)
     except msgspec.MsgspecError as error:
-        parser.error(f"{option} {path}: {error}")
+        parser.error(f"{option} {path}: {said(error, kind)}")
     except RecursionError:
         parser.error(f"{option} {path}: nested too deeply")
 

@@ -133,7 +133,7 @@ async def _decoded(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise of_decoding(error) from None
+        raise of_decoding(error, decoder.type) from None
 
 
 async def _body(request: Request) -> bytes:

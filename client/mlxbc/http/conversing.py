@@ -10,6 +10,7 @@ import msgspec
 from mlxbc import wire
 from mlxbc.http.asked import Chat, Message, Part, ToolCall
 from mlxbc.http.failures import Refused
+from mlxbc.misfit import said
 
 _EFFORTS: Final[Mapping[str, dict[str, Any]]] = {
     "none": {"thinking": False},
@@ -100,7 +101,7 @@ def prediction(given: Mapping[str, Any] | None) -> str | None:
             try:
                 return _text(msgspec.convert(parts, list[Part]), "prediction.content") or None
             except msgspec.ValidationError as error:
-                raise refused("prediction.content", str(error)) from None
+                raise refused("prediction.content", said(error, list[Part])) from None
     raise refused("prediction", "a prediction has type content, and a text as its content")
 
 
@@ -158,7 +159,7 @@ def _tool(tool: Mapping[str, Any], at: str) -> wire.Tool:
             try:
                 return msgspec.convert({"function": kept}, wire.Tool)
             except msgspec.ValidationError as error:
-                raise refused(f"{at}.function", str(error).replace("$.function", "$")) from None
+                raise refused(f"{at}.function", said(error, wire.Tool).replace("$.function", "$")) from None
     raise refused(at, "a tool is a function: type function, and its definition as function")
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from mlxbc.errors import ConfigError, DaemonUnavailable, MlxbcError, ProtocolMismatch, RequestFailed, RequestTimeout
+from mlxbc.misfit import said
 
 _INVALID: Final = "invalid_request_error"
 _SERVER: Final = "server_error"
@@ -106,8 +107,8 @@ def of_error(error: MlxbcError) -> Refused:
             return Refused(str(error), status=500, kind=_SERVER, code="internal")
 
 
-def of_decoding(error: Exception) -> Refused:
-    """What a body that is no such request becomes: it names the field."""
+def of_decoding(error: Exception, kind: Any) -> Refused:
+    """What a body that is no request of that kind becomes: it names the field."""
     message = str(error)
     at = _AT.search(message)
     param = at["path"] if at else None
@@ -116,5 +117,5 @@ def of_decoding(error: Exception) -> Refused:
         param = f"{param}.{name}" if param else name
         return Refused(f"this endpoint has no parameter {param}; leave it out", code="unknown_parameter", param=param)
     if isinstance(error, msgspec.ValidationError):
-        return Refused(message, code="invalid_value", param=param)
+        return Refused(said(error, kind), code="invalid_value", param=param)
     return Refused(f"the body is not JSON: {message}", code="invalid_json")
