@@ -33,6 +33,32 @@ def test_without_a_daemon_one_line_says_how_to_start_it(path: Path) -> None:
     assert b"mlxbc serve --detach" in ended.stderr
 
 
+def late(session: Session) -> None:
+    while True:
+        request = session.receive(wire.Generate)
+        session.send(accepted(request), wire.Token(id=request.id, text="Once"), done(request, "deadline"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code"),
+    [
+        (("ask", "-q", "?"), 124),
+        (("ask", "--no-stream", "?"), 124),
+        (("fim", "--insert", "-"), 124),
+        (("chat",), 0),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_an_answer_cut_by_its_deadline_says_so_whoever_looks(
+    path: Path, arguments: tuple[str, ...], exit_code: int
+) -> None:
+    with FakeDaemon(path, late):
+        ended = command_line.run(path, *arguments, "-o", "deadline_ms", "50", stdin=b"There was")
+    assert ended.returncode == exit_code
+    assert ended.stdout.endswith(b"Once") or ended.stdout == b"Once\n"
+    assert ended.stderr == b"mlxbc: the deadline passed after 3 tokens; -o deadline_ms N allows more time\n"
+
+
 @pytest.mark.parametrize(
     ("code", "exit_code"),
     [

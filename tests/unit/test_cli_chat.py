@@ -93,7 +93,7 @@ def test_a_conversation_on_a_terminal_ends_with_ctrl_d(path: Path) -> None:
     assert partner.requests[0].priority == "interactive"
 
 
-@pytest.mark.parametrize("keys", ["/bye\n", "\x04"])
+@pytest.mark.parametrize("keys", ["/exit\n", "/quit\n", "/bye\n", "\x04"])
 def test_it_can_be_left_at_once(path: Path, keys: str) -> None:
     with FakeDaemon(path, Partner()), OnTerminal(path, "chat") as terminal:
         terminal.see(PROMPT)

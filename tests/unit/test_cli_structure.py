@@ -71,6 +71,31 @@ def test_a_schema_and_a_grammar_come_from_files(path: Path, tmp_path: Path) -> N
     assert daemon.request.grammar == 'start: "é"\n'
 
 
+def test_explain_asks_about_the_same_files_and_form(path: Path, tmp_path: Path) -> None:
+    asked: list[wire.Generate] = []
+
+    def explaining(session: Session) -> None:
+        request = session.receive(wire.Explain)
+        asked.append(request)
+        plan = wire.Plan(method="autoregressive", mechanism="continuous")
+        told = wire.Explained(id=request.id, model="tiny", prompt=8, context=99, priority="normal", plan=plan)
+        session.send(told)
+
+    (tmp_path / "s.json").write_text('{"type": "object"}')
+    (tmp_path / "t.json").write_text(json.dumps([TOOL]))
+    (tmp_path / "f.py").write_text("pass\n")
+    with FakeDaemon(path, explaining):
+        arguments = ("--schema", str(tmp_path / "s.json"), "--tools", str(tmp_path / "t.json"))
+        ended = command_line.run(path, "explain", "-f", str(tmp_path / "f.py"), *arguments, "Why?")
+    assert ended.returncode == 0
+    (request,) = asked
+    assert request.schema == {"type": "object"}
+    assert [tool.function.name for tool in request.tools] == ["f"]
+    assert request.messages == [wire.Message(role="user", content="pass\n\nWhy?")]
+    refused = command_line.run(path, "explain", "--schema", "a", "--grammar", "b", "Why?")
+    assert (refused.returncode, b"not allowed with" in refused.stderr) == (2, True)
+
+
 def test_options_can_say_it_too(path: Path) -> None:
     daemon = Daemon()
     run(path, daemon, "ask", "-o", "choice", "yes", "-o", "choice", "no", "-o", "thinking", "false", "x")

@@ -82,6 +82,15 @@ def _cancelled_by_interrupt(stream: Stream | Resumable) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def ending(result: Result) -> int:
+    """The exit code for how an answer ended. That its time was up is said, since what there is may look whole."""
+    if result.reason == "deadline":
+        count = result.usage.generated
+        exits.explain(f"the deadline passed after {count} token{'s' * (count != 1)}; -o deadline_ms N allows more time")
+        return exits.TIMEOUT
+    return exits.INTERRUPTED if result.reason == "cancelled" else exits.OK
+
+
 def stats(result: Result) -> str:
     """One line about where the tokens and the time went."""
     usage, times = result.usage, result.timings

@@ -28,7 +28,8 @@ Reasoning (dimmed), progress and notes go to standard error, and only if that
 is a terminal.
 
 Without -o max_tokens N an answer is at most 2048 tokens long; on a terminal a
-note says when it was cut there, and --json always gives the reason.
+note says when it was cut there, and --json always gives the reason. One that
+-o deadline_ms N has cut exits with 124.
 
 -x prints the answer's first block of code and fails if there is none; --code
 also asks the model for nothing else. --md shows Markdown as a terminal can, and
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stats:
         terminal.report(answer.stats(result))
     question.keep(result)
-    return exits.INTERRUPTED if result.reason == "cancelled" else code
+    return answer.ending(result) or code
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -26,10 +26,12 @@ _COMMANDS = """\
   /retry         another answer to the last message
   /system TEXT   another system prompt; without TEXT, none
   /model NAME    another model; without NAME, the daemon's own choice
-  /bye           leave, as Ctrl-D does
+  /exit          leave, as /quit, /bye and Ctrl-D do
   /help          show this
   \"\"\"            begin and end a message of several lines
 """
+
+_WORDS_TO_LEAVE = ("/exit", "/quit", "/bye")
 
 _EPILOG = f"""\
 Ctrl-C ends an answer and stays in the conversation, with what came of it;
@@ -157,7 +159,7 @@ class _Chat:
         if self.interrupted:
             raise _Leave
         self.interrupted = True
-        self.terminal.note("(Ctrl-C again, Ctrl-D or /bye leaves)")
+        self.terminal.note("(Ctrl-C again, Ctrl-D or /exit leaves)")
 
     def _clear(self, _rest: str) -> None:
         self._history = []
@@ -211,7 +213,7 @@ class _Chat:
         self._keep(message, result)
         if self._args.stats:
             self.terminal.report(answer.stats(result))
-        if result.reason == "cancelled":
+        if answer.ending(result) == exits.INTERRUPTED:
             if not self.attended:
                 raise _Leave
             self.interrupted = True
@@ -224,7 +226,7 @@ class _Chat:
 
 
 def _messages(chat: _Chat) -> Iterator[str]:
-    """What the user says, until the end of input or /bye."""
+    """What the user says, until the end of input or a word that leaves."""
     if chat.attended:
         from mlxbc.cli.typed import history
 
@@ -235,7 +237,7 @@ def _messages(chat: _Chat) -> Iterator[str]:
 
 
 def _typed(chat: _Chat) -> Iterator[str]:
-    while (line := _line(">>> ", chat)) is not None and line.strip() != "/bye":
+    while (line := _line(">>> ", chat)) is not None and line.strip() not in _WORDS_TO_LEAVE:
         if line.lstrip().startswith('"""'):
             line = _block(line.lstrip()[3:], chat)
         yield line

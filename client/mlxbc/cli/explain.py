@@ -8,18 +8,20 @@ import msgspec
 
 from mlxbc import request, wire
 from mlxbc.cli import exits, options
-from mlxbc.cli.text import ARGUMENT_HELP, gather
+from mlxbc.cli.structure import add_structure, structure
+from mlxbc.cli.text import ARGUMENT_HELP, add_files, gather
 from mlxbc.client import Client
 
 _EPILOG = f"""\
-Takes a text, -s, -m, -o and --raw as mlxbc ask does, generates nothing, and
-prints the plan: the method, whether the request shares a batch, which features
-apply and why the others don't, and the chunks in which the prompt will be
-processed.
+Takes a text, -f, -s, -m, -o, --raw, --schema, --grammar and --tools as mlxbc
+ask does, generates nothing, and prints the plan: the method, whether the
+request shares a batch, which features apply and why the others don't, and the
+chunks in which the prompt will be processed.
 
 examples:
   mlxbc explain "What is the capital of France?"
   mlxbc explain -o logprobs true --raw "Once upon a time"
+  mlxbc explain -f main.c --schema leak.json "Where is the leak?"
   mlxbc explain --json "Hi" | jq .plan.off
 
 {exits.HELP}"""
@@ -31,8 +33,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.set_defaults(parser=parser)
     parser.add_argument("text", nargs="*", help=ARGUMENT_HELP)
+    add_files(parser)
     options.add_system(parser)
     options.add_generation(parser)
+    add_structure(parser)
     parser.add_argument("--raw", action="store_true", help="take the text as it is, without the model's chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -40,10 +44,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ask for the plan, and print it."""
     parser: argparse.ArgumentParser = args.parser
-    fields = options.generation(parser, args, logprobs=True)
+    fields = options.generation(parser, args, logprobs=True) | structure(parser, args)
     if args.raw and args.system is not None:
         parser.error("-s needs the chat template that --raw leaves out")
-    text = gather(parser, args.text, exact=args.raw)
+    text = gather(parser, args.text, exact=args.raw, files=args.file)
     fields |= {"prompt": text} if args.raw else {"messages": request.conversation(text, args.system)}
     with Client(client_name="mlxbc-explain") as client:
         explained = client.explain(**fields)

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(prefix + result.text + suffix)
     if args.stats:
         terminal.report(answer.stats(result))
-    return exits.INTERRUPTED if result.reason == "cancelled" else exits.OK
+    return answer.ending(result)
 
 
 def _at(parser: argparse.ArgumentParser, place: str) -> tuple[str, str, str]:
