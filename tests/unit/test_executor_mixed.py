@@ -83,6 +83,26 @@ def test_rounds_of_proposals_keep_their_forward_and_plain_steps_between_them_sha
     assert [driver.tokens(key) for key in range(5)] == [oracle(request) for request in requests]
 
 
+@BOTH
+@pytest.mark.parametrize(("within", "rounds"), [(0.001, False), (10.0, True)])
+def test_rounds_beside_a_piece_keep_to_the_time_that_is_left_for_them(
+    ahead: Ahead, within: float, rounds: bool
+) -> None:
+    driver = Driver(make_executor(ahead=ahead, verify=VerifyCosts({1: 0.01, 2: 0.011, 4: 0.012, 8: 0.013})))
+    known = make_request(prompt(8, 9), 60)
+    driver.prefill("known", dataclasses.replace(known, echo=(tuple(oracle(known)),)))
+    long = make_request(prompt(9, 40), 3)
+    beside = driver.iterate(start=[("long", long)], piece=("long", 2), step_s=within).rounds
+    for _ in range(18):
+        beside += driver.iterate(piece=("long", 2), step_s=within).rounds
+    assert bool(beside) is rounds
+    alone = [driver.iterate().rounds for _ in range(4)]
+    assert rounds or any(alone), "nothing was worth a round"
+    driver.iterate(piece=("long", 2), step_s=within)
+    driver.finish()
+    assert (driver.tokens("known"), driver.tokens("long")) == (oracle(known), oracle(long))
+
+
 def test_a_packed_forward_is_reported_as_one_and_not_as_a_step_or_a_piece() -> None:
     driver = running()
     report = driver.iterate(piece=("coming", 8), packed=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -210,3 +212,15 @@ def test_a_gap_that_was_set_overrides_the_measured_one(deep: int) -> None:
 
     assert width(0.0) == 4, "late anyway, and three more cost little"
     assert width(0.03) < width(None) <= width(0.2)
+
+
+def test_a_forward_beside_a_piece_has_what_the_piece_leaves_of_the_gap() -> None:
+    costs = Costs()
+    costs.saw_step(2, 0.01)
+    costs.saw_piece(64, 0, 0.01 + 64 * 0.001)
+    state = State((waits("a", 30, started=True),), (Running(rows=2),), 1.0)
+    iteration = decide(state, costs, Policy(decode_gap_s=0.2))
+    assert iteration.step_s == pytest.approx(0.2 - 0.01 - 30 * 0.001)
+    assert decide(replace(state, waiting=()), costs, Policy(decode_gap_s=0.2)).step_s == math.inf
+    nobody_watches = replace(state, running=(Running(BACKGROUND),))
+    assert decide(nobody_watches, costs, Policy(decode_gap_s=0.2)).step_s == math.inf

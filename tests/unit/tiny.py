@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final
@@ -150,12 +151,12 @@ class Driver:
         start: Sequence[tuple[Key, Request]] = (),
         leave: Sequence[Key | Leaving] = (),
         packed: bool = False,
+        step_s: float = math.inf,
     ) -> Report:
         planned = Piece(*piece, ends=True) if piece is not None else None
         parting = [each if isinstance(each, Leaving) else Leaving(each) for each in leave]
-        self.report = self.executor.iterate(
-            Iteration(decode, planned, packed=packed), start, parting, self.events.extend
-        )
+        iteration = Iteration(decode, planned, packed=packed, step_s=step_s)
+        self.report = self.executor.iterate(iteration, start, parting, self.events.extend)
         return self.report
 
     def step(

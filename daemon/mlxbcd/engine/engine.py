@@ -405,8 +405,9 @@ class Engine:
     def _trace(self, began: float, iteration: Iteration, report: Report) -> None:
         """Tell what an iteration did. Its forwards ended one after another, the last of them just now."""
         end = time.monotonic()
-        rows = sum(rows for rows, _ in report.steps)
-        self._tracer.span("iteration", self._track, began, end, steps=len(report.steps), rows=rows)
+        steps = (*report.steps, *report.rounds)
+        rows = sum(rows for rows, _ in steps)
+        self._tracer.span("iteration", self._track, began, end, steps=len(steps), rows=rows)
         if report.piece is not None and iteration.piece is not None:
             piece, key = report.piece, str(iteration.piece.key)
             begin = end - piece.seconds
@@ -417,13 +418,14 @@ class Engine:
             more: dict[str, int] = {"rows": mixed.rows, "context": mixed.context}
             self._tracer.span("mixed forward", self._track, begin, end, key=key, tokens=tokens, **more)
             end = begin
-        for count, seconds in reversed(report.steps):
-            self._tracer.span("decode step", self._track, end - seconds, end, rows=count)
-            end -= seconds
+        for name, forwards in (("round", report.rounds), ("decode step", report.steps)):
+            for count, seconds in reversed(forwards):
+                self._tracer.span(name, self._track, end - seconds, end, rows=count)
+                end -= seconds
 
     def _charge(self, bill: _Bill, report: Report) -> None:
         """Put the device's time on the accounts of those it was spent for."""
-        seconds, rows = sum(seconds for _, seconds in report.steps), sum(bill.rows.values())
+        seconds, rows = sum(s for _, s in (*report.steps, *report.rounds)), sum(bill.rows.values())
         if report.piece is not None:
             self._pay(bill.piece, report.piece.seconds)
         if report.mixed is not None and report.mixed.packed:

@@ -146,6 +146,7 @@ class Executor:
         preparing = (*self._preparing.values(), *self._ready.values())
         return Report(
             steps=tuple(self._group.timings()),
+            rounds=tuple(self._group.rounds()),
             piece=None if packed else piece,
             mixed=mixed,
             running=(*self._group.keys, *(row.key for ready in self._ready.values() for row in ready.rows)),
@@ -229,7 +230,7 @@ class Executor:
             if offered is not None:
                 step = PackedStep(self.forward, self.packer, offered.group)
         if iteration.decode:
-            failure = self._decode(emit, step)
+            failure = self._decode(emit, step, iteration.step_s)
         if step is not None and step.failed and offered is not None and failure is not None:
             self._give_up(offered.preparing, failure, emit)
             return 0, False, None
@@ -238,9 +239,9 @@ class Executor:
         offered = offered or self._offer(iteration.piece, emit)
         return rows, packed, self._prefill(offered, step, emit) if offered is not None else None
 
-    def _decode(self, emit: Emit, step: PackedStep | None) -> ServeError | None:
+    def _decode(self, emit: Emit, step: PackedStep | None, within: float) -> ServeError | None:
         """A decode step; why it failed, if it did."""
-        failure = self._guard(lambda: self._group.step(emit, step), emit)
+        failure = self._guard(lambda: self._group.step(emit, step, within=within), emit)
         self._steps += 1
         if self._steps % _CLEAR_EVERY_STEPS == 0:
             self._guard(lambda: self._group.keep(emit, _resumable, self.reuse.left), emit)

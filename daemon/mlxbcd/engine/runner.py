@@ -65,6 +65,7 @@ class Report:
         kv_bytes: bytes of all row states.
         token_bytes: bytes of state per position of its capacity, of the row whose prompt ended in it; 0 if none did.
         active_bytes, cache_bytes: what MLX's allocator says.
+        rounds: as `steps`, of each forward that verified proposals: it was wider than a step.
     """
 
     steps: tuple[tuple[int, float], ...] = ()
@@ -75,6 +76,7 @@ class Report:
     token_bytes: float = 0.0
     active_bytes: int = 0
     cache_bytes: int = 0
+    rounds: tuple[tuple[int, float], ...] = ()
 
 
 class Runner(Protocol):

@@ -170,6 +170,7 @@ class Iteration:
     Attributes:
         blocked: a row that can't start for want of this many bytes, once something else has let go of them.
         gap_s: how long the running rows should wait for this, at most.
+        step_s: the part of it that is left for their forward.
         packed: the first forward of each runs as one, where both make one.
     """
 
@@ -177,6 +178,7 @@ class Iteration:
     piece: Piece | None
     blocked: int = 0
     gap_s: float = field(default=math.inf, compare=False)
+    step_s: float = field(default=math.inf, compare=False)
     packed: bool = False
 
     @property
@@ -216,7 +218,8 @@ def decide(state: State, costs: Costs, policy: Policy) -> Iteration:
     width = min(costs.width(budget, row.position), left)
     whole = width == left and row.position % policy.planned_chunk == 0
     phase = Phase.DECODE if width == 1 else Phase.CHUNK if whole else Phase.TAIL
-    return Iteration(decode, Piece(row.key, width, width == left, phase, row.position), blocked, gap)
+    piece = Piece(row.key, width, width == left, phase, row.position)
+    return Iteration(decode, piece, blocked, gap, gap - costs.piece(width, row.position))
 
 
 class _Taken:

@@ -14,6 +14,7 @@ read first, so the next step starts from tokens known to the host.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -164,6 +165,7 @@ class DecodeGroup:
         self._rows: dict[Key, Row] = {}
         self._flight: Flight | None = None
         self._timings: list[tuple[int, float]] = []
+        self._rounds: list[tuple[int, float]] = []
         self._free_at = 0.0
 
     def __repr__(self) -> str:
@@ -237,11 +239,12 @@ class DecodeGroup:
             self._deliver(flight, emit)
         self._drop([key for key, row in self._rows.items() if row.ended])
 
-    def step(self, emit: Emit, shared: StepBuilder | None = None) -> None:
+    def step(self, emit: Emit, shared: StepBuilder | None = None, *, within: float = math.inf) -> None:
         """One decode step: build the next one, then read the one in flight (see `Ahead`).
 
         Args:
             shared: builds this step, if there is one to build, in a forward that it shares with another group.
+            within: seconds that whatever a group makes instead of a plain step may take.
         """
         if any(row.exhausted for row in self._rows.values()) or self._unsettled():
             self.settle(emit)
@@ -276,9 +279,14 @@ class DecodeGroup:
             self._time(self._flight)
 
     def timings(self) -> list[tuple[int, float]]:
-        """(rows, seconds) of each step that was computed since the last call."""
+        """(rows, seconds) of each step of one token per row that was computed since the last call."""
         timings, self._timings = self._timings, []
         return timings
+
+    def rounds(self) -> list[tuple[int, float]]:
+        """The same of wider forwards, which say nothing about what a step costs."""
+        rounds, self._rounds = self._rounds, []
+        return rounds
 
     def discard(self) -> list[Key]:
         """Let all rows and their state go without reading anything; the keys they had."""

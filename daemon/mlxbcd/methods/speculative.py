@@ -12,6 +12,7 @@ a round, which costs the host's head start: that is done where the sample in fli
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,15 +169,16 @@ class SpeculativeGroup(DecodeGroup):
         if self._depth is not None:
             self._depth.renew()
 
-    def step(self, emit: Emit, shared: StepBuilder | None = None) -> None:
+    def step(self, emit: Emit, shared: StepBuilder | None = None, *, within: float = math.inf) -> None:
         """One round, or one plain step. A round's forward is its own: see `DecodeGroup.step` for `shared`."""
-        depth = self._due()
-        if self._flight is not None and (depth > 0 or self._waits()):
+        most = self._widest(within) if self._rows else 0
+        depth = self._due(most)
+        if self._flight is not None and (depth > 0 or self._waits(most)):
             self.settle(emit)
         if self._flight is None:
             if any(row.ended for row in self._rows.values()):
                 self.settle(emit)
-            if self._rows and (windows := self._windows(depth)):
+            if self._rows and (windows := self._windows(self._widest(within), depth)):
                 self._round(windows, emit)
                 return
         super().step(emit, shared if self._hidden_steps is None else None)
@@ -209,16 +211,27 @@ class SpeculativeGroup(DecodeGroup):
         """Proposals that a row can use: its last token never needs one."""
         return row.request.max_tokens - row.drawn - 1
 
-    def _widest(self) -> int:
-        """Proposals that any window may have now."""
+    def _widest(self, within: float) -> int:
+        """Proposals that any window may have now, in a round that takes no longer than `within` seconds."""
         state = self._state
         assert isinstance(state, Rows)
-        return min(WIDEST, state.widest, state.unconverted()) - 1
+        most = min(WIDEST, state.widest, state.unconverted()) - 1
+        if math.isinf(within):
+            return most
+        if not self._costs.known:
+            return 0
+        while most > 0 and self._costs.round(len(self._rows), most + 1) > within:
+            most -= 1
+        return most
 
-    def _waits(self) -> bool:
+    def _waits(self, most: int) -> bool:
         """Whether the sample in flight is likely enough to confirm a span, or to settle what a grammar forces, that is
-        worth verifying."""
-        if not self._costs.known or (most := self._widest()) < 1:
+        worth verifying.
+
+        Args:
+            most: proposals of any window.
+        """
+        if not self._costs.known or most < 1:
             return False
         chances: list[Sequence[float]] = []
         for key, row in self._rows.items():
@@ -233,21 +246,25 @@ class SpeculativeGroup(DecodeGroup):
                 chances.append(echo.chances(len(echo.propose(n))) if echo is not None else [])
         return any(chances) and worth_waiting(chances, self._costs)
 
-    def _due(self) -> int:
-        """How deep the drafter should draft in this step."""
+    def _due(self, most: int) -> int:
+        """How deep the drafter should draft in this step.
+
+        Args:
+            most: proposals of any window.
+        """
         if self._depth is None:
             return 0
         rows = [row for key, row in self._rows.items() if self._speculations[key].drafts and not row.ended]
-        room = min(max(map(self._room, rows), default=0), self._widest())
+        room = min(max(map(self._room, rows), default=0), most)
         return self._depth.next(room, [row.key for row in rows]) if room > 0 else 0
 
-    def _windows(self, depth: int) -> list[_Window]:
+    def _windows(self, most: int, depth: int) -> list[_Window]:
         """The rows' windows, in any order; nothing if a plain step is as good.
 
         Args:
+            most: proposals of any window.
             depth: of drafts.
         """
-        most = self._widest()
         if most < 1:
             return []
         spans = self._spans(most)
@@ -335,7 +352,7 @@ class SpeculativeGroup(DecodeGroup):
         emit(events)
         turn.resolve(kept)
         self._costs.saw_round(len(ordered), width, seconds)
-        self._timings.append((len(ordered), seconds))
+        self._rounds.append((len(ordered), seconds))
         if self._drafter is not None:
             self._drafter.commit(covered, hidden if self._drafter.reads_hidden else None)
         self._drop([window.row.key for window in ordered if window.row.ended])
