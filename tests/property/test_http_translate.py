@@ -67,7 +67,7 @@ def check(body: bytes, kind: Any, understand: Any) -> None:
     try:
         order = understand(msgspec.json.decode(body, type=kind))
     except msgspec.MsgspecError as error:
-        refused = of_decoding(error)
+        refused = of_decoding(error, kind)
         assert refused.status == 400
         assert len(refused.body) < 2000
         return
