@@ -97,4 +97,4 @@ def test_a_completion_is_refused_or_taken(body: bytes) -> None:
 def test_what_is_no_json_is_told_so(body: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError) as caught:
         msgspec.json.decode(body, type=asked.Chat)
-    assert of_decoding(caught.value).status == 400
+    assert of_decoding(caught.value, asked.Chat).status == 400
