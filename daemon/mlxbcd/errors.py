@@ -6,6 +6,8 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     # The wire needs msgspec, and what only computes does not.
     from mlxbc.wire import ErrorCode
 
@@ -28,6 +30,15 @@ class ServeError(Exception):
 
     def __repr__(self) -> str:
         return f"ServeError({self.code}: {self.message})"
+
+
+def unmet(code: ErrorCode, why: str, advice: str, fields: Sequence[str], **data: Any) -> ServeError:
+    """What `fields` of the wire ask for can't be had.
+
+    `data` has them, and the reason without the advice that names them: clients with a front of their own may call them
+    otherwise.
+    """
+    return ServeError(code, f"{why}; {advice}", fields=list(fields), why=why, **data)
 
 
 def outline(error: BaseException) -> str:

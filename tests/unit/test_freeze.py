@@ -92,7 +92,8 @@ def test_what_is_frozen_fits_the_context_and_what_does_not_is_refused(prompt: in
     else:
         error = refusal(frozen, [1] * prompt, max_tokens=asked)
         assert error.code == "context_too_long"
-        assert error.data == {"prompt": prompt, "context": 100}
+        assert (error.data["prompt"], error.data["context"]) == (prompt, 100)
+        assert error.data["fields"] == (["max_tokens"] if prompt < 100 else [])
 
 
 def test_an_empty_prompt_is_refused() -> None:

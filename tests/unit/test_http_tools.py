@@ -231,6 +231,45 @@ def test_effort_is_a_budget(
     assert (record.requests[0].thinking, record.requests[0].thinking_budget) == (thinking, budget)
 
 
+@pytest.mark.parametrize(
+    ("asks", "fields", "why", "param"),
+    [
+        ({"reasoning_effort": "none"}, ["thinking"], "this model can't stop thinking", "reasoning_effort"),
+        ({"reasoning_effort": "low"}, ["thinking_budget"], "this model marks no reasoning", "reasoning_effort"),
+        ({"extra_body": {"chat_template_kwargs": {"x": 1}}}, ["template_options"], "no x", "chat_template_kwargs"),
+        ({"response_format": {"type": "json_object"}}, ["schema", "regex"], "no grammars", "response_format"),
+        ({"tools": [WEATHER], "tool_choice": "required"}, ["schema", "tool_choice"], "no grammars", "tool_choice"),
+        ({"max_completion_tokens": 9, "max_tokens": 5}, ["max_tokens"], "too much", "max_completion_tokens"),
+        ({"max_tokens": 9}, ["max_tokens"], "too much", "max_tokens"),
+    ],
+)
+def test_an_error_names_what_the_client_sent(
+    endpoint: Endpoint, asking: openai.OpenAI, asks: dict[str, Any], fields: list[str], why: str, param: str
+) -> None:
+    def refusing(session: Session) -> None:
+        request = session.receive(wire.Generate)
+        assert set(fields) & {name for name in request.__struct_fields__ if getattr(request, name) not in (None, {})}
+        message, data = f"{why}; leave {fields[0]} out", {"fields": fields, "why": why}
+        session.send(wire.Error(id=request.id, code="bad_request", message=message, data=data))
+
+    with (
+        FakeDaemon(endpoint.socket, refusing, hang_up=True),
+        pytest.raises(openai.BadRequestError, match=f"{why}; leave {param} out") as caught,
+    ):
+        asking.chat.completions.create(model="tiny", messages=HELLO, **asks)
+    assert caught.value.param == param
+
+
+def test_so_does_one_that_is_found_before_the_daemon_is_asked(endpoint: Endpoint, asking: openai.OpenAI) -> None:
+    prediction: Any = {"type": "content", "content": "x" * 1_000_001}
+    with (
+        FakeDaemon(endpoint.socket, Session.until_gone, hang_up=True),
+        pytest.raises(openai.BadRequestError, match="length <= 1000000 - at `prediction`") as caught,
+    ):
+        asking.chat.completions.create(model="tiny", messages=HELLO, prediction=prediction)
+    assert caught.value.param == "prediction"
+
+
 def test_a_suffix_is_text_after_the_gap(endpoint: Endpoint, asking: openai.OpenAI) -> None:
     record = Recorder("b")
     with FakeDaemon(endpoint.socket, record, hang_up=True):

@@ -81,7 +81,7 @@ class Answer(Response):
             else:
                 await Response(replies.encode(made.whole()), media_type="application/json")(scope, receive, send)
         except (MlxbcError, Refused) as error:
-            refused = of_error(error) if isinstance(error, MlxbcError) else error
+            refused = of_error(error, order.called) if isinstance(error, MlxbcError) else error
             if out is not None and out.begun:
                 await out.fail(refused)
             else:

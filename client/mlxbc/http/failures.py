@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -90,13 +92,17 @@ class Refused(Exception):
         return headers
 
 
-def of_error(error: MlxbcError) -> Refused:
-    """What an error of the client's becomes."""
+def of_error(error: MlxbcError, called: Mapping[str, str] = MappingProxyType({})) -> Refused:
+    """What an error of the client's becomes.
+
+    Args:
+        called: what the request's parameters are called that became fields of the wire, by these fields.
+    """
     match error:
         case RequestFailed():
             status, kind, code = _OF_CODE.get(error.code, (500, _SERVER, error.code))
-            param = "model" if error.code == "unknown_model" else None
-            return Refused(error.message, status=status, kind=kind, code=code, param=param, retry=error.retryable)
+            message, param = _in_their_words(error, called)
+            return Refused(message, status=status, kind=kind, code=code, param=param, retry=error.retryable)
         case DaemonUnavailable():
             return Refused(str(error), status=503, kind=_SERVER, code="daemon_unavailable", retry=True)
         case RequestTimeout():
@@ -105,6 +111,21 @@ def of_error(error: MlxbcError) -> Refused:
             return Refused(str(error), status=500, kind=_SERVER, code="configuration")
         case _:
             return Refused(str(error), status=500, kind=_SERVER, code="internal")
+
+
+def _in_their_words(error: RequestFailed, called: Mapping[str, str]) -> tuple[str, str | None]:
+    """The message of an error, and the parameter it is about, if it is about one."""
+    if error.code == "unknown_model":
+        return error.message, "model"
+    if error.code == "grammar_invalid":
+        return error.message, called.get("schema")
+    fields, why = error.data.get("fields", ()), error.data.get("why")
+    if (param := next((called[field] for field in fields if field in called), None)) is not None:
+        return (f"{why}; leave {param} out" if why else error.message), param
+    at = _AT.search(error.message)
+    if at is not None and (param := called.get(re.split(r"[.\[]", at["path"])[0])) is not None:
+        return f"{error.message[: at.start()]} - at `{param}`", param
+    return error.message, None
 
 
 def of_decoding(error: Exception, kind: Any) -> Refused:

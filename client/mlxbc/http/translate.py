@@ -42,6 +42,19 @@ _TIERS: Final[Mapping[str, wire.Priority | None]] = {
 }
 """OpenAI's classes of service, as priorities."""
 
+_ELSEWISE: Final[Mapping[str, str]] = {
+    "thinking": "reasoning_effort",
+    "thinking_budget": "reasoning_effort",
+    "template_options": "chat_template_kwargs",
+    "schema": "response_format",
+    "tool_choice": "tool_choice",
+    "echo": "prediction",
+    "priority": "service_tier",
+    "session": "prompt_cache_key",
+    "fim": "suffix",
+}
+"""Fields of the wire that are made of one parameter, and what that is called."""
+
 _ANYWAY: Final[Mapping[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "store": (False,),
@@ -67,6 +80,7 @@ class Order(Struct, frozen=True, kw_only=True):
         prefixes: texts that go before those of each prompt.
         single_call: a response ends with its first tool call.
         predicted: the client said what the answer may be, and wants to know how right that was.
+        called: what the client calls fields of `generate`, for errors about them.
     """
 
     generate: list[dict[str, Any]]
@@ -78,6 +92,7 @@ class Order(Struct, frozen=True, kw_only=True):
     prefixes: list[str]
     single_call: bool
     predicted: bool
+    called: Mapping[str, str]
 
 
 def chat(body: Chat) -> Order:
@@ -152,6 +167,11 @@ def _order(
     if options is not None and options.include_obfuscation:
         raise refused("stream_options.include_obfuscation", "there is no padding against listeners; leave it out")
     model = None if body.model in (None, "", DEFAULT) else body.model
+    called = {field: name for field, name in _ELSEWISE.items() if any(field in fields for fields in generate)}
+    if isinstance(body, Chat) and body.max_completion_tokens is not None:
+        called["max_tokens"] = "max_completion_tokens"
+    elif body.max_tokens is not None:
+        called["max_tokens"] = "max_tokens"
     for fields in generate:
         if model is not None:
             fields["model"] = model
@@ -165,6 +185,7 @@ def _order(
         prefixes=prefixes or [""] * len(generate),
         single_call=single_call,
         predicted=predicted,
+        called=called,
     )
 
 

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any, Final
 
 from mlxbc import wire
-from mlxbcd.errors import ServeError
+from mlxbcd.errors import ServeError, unmet
 from mlxbcd.plan.request import Constraint, Priority, Request, Sampling
 from mlxbcd.plan.resolve import Draft, Needs
 
@@ -41,7 +41,8 @@ def _check_chat(request: wire.Generate | wire.Tokenize | wire.Count) -> None:
     """What is for chats alone, and says each thing once."""
     switches = request.template_options.keys() & {"enable_thinking", "thinking"}
     if request.thinking is not None and switches:
-        raise ServeError("bad_request", f"give thinking or the template option {min(switches)}, not both")
+        why = f"the template option {min(switches)} says already whether the model thinks"
+        raise unmet("bad_request", why, "leave thinking out", ["thinking"])
     if request.messages is not None:
         return
     asked = {
@@ -151,11 +152,12 @@ def freeze(
         raise ServeError("bad_request", "the prompt is empty: it has no token to start from")
     room = context - len(tokens)
     if room < 1 or (request.max_tokens or 0) > room:
-        wanted = f" and max_tokens {request.max_tokens}" if request.max_tokens else ""
-        raise ServeError(
+        wanted = f" and {request.max_tokens} to generate do" if request.max_tokens else " does"
+        raise unmet(
             "context_too_long",
-            f"a prompt of {len(tokens)} tokens{wanted} does not fit the model's context of {context}; "
-            f"{'lower max_tokens' if room >= 1 else 'shorten the prompt'}",
+            f"a prompt of {len(tokens)} tokens{wanted} not fit the model's context of {context}",
+            "lower max_tokens" if room >= 1 else "shorten the prompt",
+            ["max_tokens"] if room >= 1 else [],
             prompt=len(tokens),
             context=context,
         )

@@ -16,7 +16,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-from mlxbcd.errors import ServeError
+from mlxbcd.errors import ServeError, unmet
 from mlxbcd.sampling.grammar_source import Source
 
 Words: TypeAlias = NDArray[np.uint32]
@@ -110,8 +110,9 @@ def _disguise(tokenizer: str) -> tuple[dict[str, int], str]:
 
 
 def _unsuitable(reason: str) -> ServeError:
-    message = f"this model's tokenizer can't follow a grammar: {reason}; leave the schema, grammar, regex or choice out"
-    return ServeError("bad_request", message)
+    fields = ("schema", "grammar", "regex", "choice", "tool_choice")
+    why, advice = f"this model's tokenizer can't follow a grammar: {reason}", f"leave {' or '.join(fields)} out"
+    return unmet("bad_request", why, advice, fields)
 
 
 class Grammar:

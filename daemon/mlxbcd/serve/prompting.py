@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mlxbc import wire
-from mlxbcd.errors import ServeError
+from mlxbcd.errors import ServeError, unmet
 from mlxbcd.plan.request import Request
 from mlxbcd.residency.grammars import Grammars
 from mlxbcd.residency.words import Words
@@ -152,7 +152,8 @@ class Prompter:
             assert closing is not None
             reasoning = Reasoning(opening, closing, request.thinking_budget)
         if request.thinking_budget is not None and reasoning is None:
-            raise ServeError("bad_request", "this model marks no reasoning; leave thinking_budget out")
+            why, advice = "this model marks no reasoning", "leave thinking_budget out"
+            raise unmet("bad_request", why, advice, ["thinking_budget"])
         if source is None and request.thinking_budget is None:
             return None
         if source is not None and request.thinking is False and not prompt.inside:

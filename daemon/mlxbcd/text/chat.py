@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from mlxbc import wire
-from mlxbcd.errors import ServeError
+from mlxbcd.errors import unmet
 
 _SWITCHES: Final = ("enable_thinking", "thinking")
 """Variables by which templates let reasoning be turned on and off."""
@@ -64,10 +64,10 @@ def thinking_options(
     if switches := [name for name in _SWITCHES if name in variables]:
         return dict.fromkeys(switches, thinking)
     if thinking and reasoning is None:
-        raise ServeError("bad_request", "this model has no reasoning; leave thinking out")
+        raise unmet("bad_request", "this model has no reasoning", "leave thinking out", ["thinking"])
     if not thinking and reasoning is not None:
-        message = "this model's chat template can't turn thinking off; set thinking_budget to 0 instead"
-        raise ServeError("bad_request", message)
+        why, advice = "this model's chat template can't turn thinking off", "set thinking_budget to 0 instead"
+        raise unmet("bad_request", why, advice, ["thinking"])
     return {}
 
 

@@ -9,7 +9,7 @@ from jinja2 import Template
 from jinja2.exceptions import TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
-from mlxbcd.errors import ServeError
+from mlxbcd.errors import ServeError, unmet
 from mlxbcd.text.deadline import Overtime, run_within
 from mlxbcd.text.sandbox import OverLimit, Refusal, Sandbox, render
 
@@ -74,7 +74,8 @@ class ChatTemplate:
             assert self._fault is not None
             raise ServeError(self._fault.code, self._fault.message)
         if taken := _RESERVED & options.keys():
-            raise ServeError("bad_request", f"a template option can't be named {sorted(taken)[0]!r}; rename it")
+            why = f"a template option can't be named {min(taken)!r}"
+            raise unmet("bad_request", why, "rename it", ["template_options"])
         variables = {
             "tools": list(tools) if tools else None,
             "documents": None,
