@@ -24,7 +24,8 @@ from mlxbc.connect import HELLO_TIMEOUT, connect
 from mlxbc.errors import ConnectionLost, MlxbcError, RequestTimeout
 from mlxbc.exchange import LOST, Call, Exchange, expect
 from mlxbc.request import MessageLike, Numbered
-from mlxbc.result import Collector, Event, Result
+from mlxbc.result import Collector, Event
+from mlxbc.stream import EventStream
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Numbered)
@@ -360,38 +361,24 @@ class Client:
         return RequestTimeout(f"the daemon sent nothing for {self._socket.gettimeout():g} s; see mlxbc status")
 
 
-class Stream:
-    """One generation: an iterator over its `Accepted`, `Progress` and `Token` frames.
+class Stream(EventStream):
+    """A generation on a connection that it may share with others.
 
     Attributes:
         done: the last frame, once it came.
-
-    Leaving its `with` block, or `close`, cancels what still runs. The errors that end a generation are raised
-    by whatever waits for it: iterating, `text` or `wait`.
     """
 
     def __init__(self, client: Client, call: Call) -> None:
+        super().__init__()
         self._client = client
         self._call = call
         self._collector = Collector()
-        self._result: Result | None = None
         self._open = True
         self.done: wire.Done | None = None
 
     def __repr__(self) -> str:
         state = "running" if self._open else "failed or closed" if self._result is None else self._result.reason
         return f"Stream({self._call.id}, {state})"
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __iter__(self) -> Iterator[Event]:
-        return self
 
     def __next__(self) -> Event:
         if not self._open:
@@ -411,44 +398,13 @@ class Stream:
         self._open = False
         raise StopIteration
 
-    @property
-    def text(self) -> Iterator[str]:
-        """The model's text as it comes, without its reasoning."""
-        for event in self:
-            if isinstance(event, wire.Token) and event.channel == "text" and event.text:
-                yield event.text
-
-    def wait(self) -> Result:
-        """Read to the end.
-
-        Raises:
-            MlxbcError: the generation failed, or was closed before its end.
-        """
-        for _event in self:
-            pass
-        return self.result
-
-    @property
-    def result(self) -> Result:
-        """The whole generation, once the stream has ended.
-
-        Raises:
-            MlxbcError: it hasn't, or it failed.
-        """
-        if self._result is None:
-            raise MlxbcError("this generation has no result yet: iterate over the stream, or call wait()")
-        return self._result
-
     def cancel(self) -> None:
-        """Ask the daemon to end the generation; the stream then ends, with reason `cancelled`.
-
-        Other threads may call this, and so may a signal handler that interrupts the iteration.
-        """
+        """See `EventStream.cancel`."""
         if self._open:
             self._client._cancel(self._call)
 
     def close(self) -> None:
-        """Cancel the generation if it still runs, and forget it."""
+        """See `EventStream.close`."""
         if self._open:
             self._open = False
             self._client._abandon(self._call)

@@ -7,9 +7,8 @@ arrived, it need remember nothing: it continues after them, with the same draws.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -18,7 +17,8 @@ from mlxbc import wire
 from mlxbc.client import Client, Stream
 from mlxbc.errors import ConnectionLost, DaemonUnavailable, DeviceError, MlxbcError, RequestTimeout, ShuttingDown
 from mlxbc.request import MessageLike
-from mlxbc.result import Collector, Event, Result
+from mlxbc.result import Collector, Event
+from mlxbc.stream import EventStream
 
 PATIENCE_S = 30.0
 """How long to wait for a daemon to come back."""
@@ -26,7 +26,7 @@ _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.5
 
 
-class Resumable:
+class Resumable(EventStream):
     """One generation, like `Stream`, on connections of its own.
 
     Args:
@@ -45,6 +45,7 @@ class Resumable:
         patience: float = PATIENCE_S,
         **fields: Any,
     ) -> None:
+        super().__init__()
         self._connect = connect
         self._prompt = prompt
         self._messages = messages
@@ -53,7 +54,6 @@ class Resumable:
         self._lost = lost
         self._patience = patience
         self._collector = Collector()
-        self._result: Result | None = None
         self._accepted: wire.Accepted | None = None
         self._ids: list[int] = []
         self._attempts = 0
@@ -63,17 +63,6 @@ class Resumable:
 
     def __repr__(self) -> str:
         return f"Resumable({self._stream}, {self._attempts} attempts)"
-
-    def __enter__(self) -> Resumable:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __iter__(self) -> Iterator[Event]:
-        return self
 
     def __next__(self) -> Event:
         while True:
@@ -94,34 +83,13 @@ class Resumable:
             if new is not None:
                 return new
 
-    def wait(self) -> Result:
-        """Read to the end.
-
-        Raises:
-            MlxbcError: the generation failed, or was closed before its end.
-        """
-        for _event in self:
-            pass
-        return self.result
-
-    @property
-    def result(self) -> Result:
-        """The whole generation, once it has ended.
-
-        Raises:
-            MlxbcError: it hasn't, or it failed.
-        """
-        if self._result is None:
-            raise MlxbcError("this generation has no result yet: iterate over the stream, or call wait()")
-        return self._result
-
     def cancel(self) -> None:
-        """See `Stream.cancel`. While the daemon is away, it ends the waiting."""
+        """See `EventStream.cancel`. While the daemon is away, it ends the waiting."""
         self._cancelled = True
         self._stream.cancel()
 
     def close(self) -> None:
-        """Cancel the generation if it still runs, and hang up."""
+        """See `EventStream.close`. Its connection is closed too."""
         self._stream.close()
         self._client.close()
 

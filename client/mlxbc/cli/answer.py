@@ -12,9 +12,10 @@ from typing import Any
 from mlxbc import wire
 from mlxbc.cli import exits
 from mlxbc.cli.terminal import Terminal
-from mlxbc.client import Client, Stream
+from mlxbc.client import Client
 from mlxbc.result import Result
 from mlxbc.resume import Resumable
+from mlxbc.stream import EventStream
 
 _PATIENCE_S = 5.0
 """How long a daemon that has gone may take to listen again. A service manager needs no more; nobody else starts it."""
@@ -29,7 +30,7 @@ def start(connect: Callable[[], Client], terminal: Terminal, **fields: Any) -> R
     return Resumable(connect, lost=lost, patience=_PATIENCE_S, **fields)
 
 
-def follow(stream: Stream | Resumable, terminal: Terminal, *, streaming: bool = True) -> Result:
+def follow(stream: EventStream, terminal: Terminal, *, streaming: bool = True) -> Result:
     """Stay with a generation until it ends, writing its text as it comes; without `streaming`, show progress only.
 
     The first Ctrl-C ends the answer where it is, the second ends the program.
@@ -55,7 +56,7 @@ def follow(stream: Stream | Resumable, terminal: Terminal, *, streaming: bool = 
 
 
 @contextmanager
-def _cancelled_by_interrupt(stream: Stream | Resumable) -> Iterator[None]:
+def _cancelled_by_interrupt(stream: EventStream) -> Iterator[None]:
     """Turn the first Ctrl-C into a cancellation; the second exits at once, with the code of an interrupt.
 
     Where interrupts are ignored (`nohup`, a background job of a script), they stay so.
