@@ -514,6 +514,8 @@ class Plan(Struct, omit_defaults=True, frozen=True):
     """Features that apply."""
     off: dict[str, str] = {}
     """Features that don't, each with its reason."""
+    drafters: list[str] = []
+    """Whose drafts are verified: `lookup`, and a drafter of the model's."""
     chunks: list[int] = []
     """Prompt tokens of each prefill forward: those planned (`explained`), or those run (`done`)."""
 
@@ -701,7 +703,7 @@ class Process(Struct, omit_defaults=True, frozen=True):
     model: str
     path: str
     bytes: int
-    """Bytes of the weights."""
+    """Bytes of the weights, a draft model's among them."""
     dtype: str
     context: int
     """Tokens a row may hold."""
@@ -716,6 +718,8 @@ class Process(Struct, omit_defaults=True, frozen=True):
     """It stays whatever happens."""
     expires_s: float | None = None
     """Seconds until it is dropped if nobody asks it; None is never."""
+    draft: str = ""
+    """The model that drafts for it, if one does."""
 
 
 class ProcessList(_Reply, frozen=True, tag="process_list"):

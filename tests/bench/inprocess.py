@@ -20,15 +20,21 @@ def built(directory: Path) -> Built:
     return build(directory, lambda done, total: None, lambda: False)
 
 
-def twin(directory: Path, model: Any) -> Any:
+def twin(directory: Path, model: Any, layers: int | None = None) -> Any:
     """Another instance of the class of `model`, with its arrays and none of the daemon's seams.
 
     Attention is bound per module of the zoo, so its calls pass through the daemon's function, which hands a stock cache
     straight on to the zoo's.
+
+    Args:
+        layers: only so many of the first ones.
     """
     config = read_config(directory)
+    if layers is not None:
+        config |= {"num_hidden_layers": layers}
     model_class, args_class = zoo.model_classes(config)
     other = model_class(args_class.from_dict(config))
-    other.update(model.parameters())
+    # What the further layers have is nobody's.
+    other.update(model.parameters(), strict=layers is None)
     other.eval()
     return other

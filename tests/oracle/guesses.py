@@ -32,6 +32,7 @@ class Guesses:
     name: str = "guesses"
     reads_hidden: bool = False
     nbytes: int = 0
+    token_bytes: float = 0.0
 
     def seconds(self, rows: int, depth: int) -> float:
         return 0.0

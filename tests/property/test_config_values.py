@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlxbcd.config import kinds
 from mlxbcd.config.document import template
 from mlxbcd.config.kinds import FOREVER, Kind
-from mlxbcd.config.settings import KEYS, Settings
+from mlxbcd.config.settings import KEYS, TABLES, Settings
 
 
 def toml(kind: Kind[Any], value: Any) -> object:
@@ -83,10 +83,10 @@ def test_the_documented_file_names_every_key_with_its_default() -> None:
         elif line.startswith("# ") and " = " in line:
             name, _, value = line[2:].partition(" = ")
             sections.setdefault(section, {})[name] = tomllib.loads(f"v = {value}")["v"]
-    assert sections.pop("aliases")
+    assert all(sections.pop(table) for table in TABLES)
     written = {f"{section}.{name}".lstrip("."): raw for section, keys in sections.items() for name, raw in keys.items()}
     assert written.keys() == KEYS.keys()
     for name, raw in written.items():
         key = KEYS[name]
         assert key.kind.read(raw) == key.default == getattr(Settings(), key.attribute)
-    assert tomllib.loads(template()) == {section: {} for section in (*sections, "aliases") if section}
+    assert tomllib.loads(template()) == {section: {} for section in (*sections, *TABLES) if section}

@@ -84,6 +84,9 @@ def test_every_key_can_be_set_in_each_way(loaded: Load) -> None:
         ("[aliases]\n'a/b' = 'x'", "'a/b' can't be an alias"),
         ("[aliases]\na = 3", "the alias a needs a model's name"),
         ("aliases = 3", "aliases is a table"),
+        ("drafts = 3", 'drafts is a table of names: "ORG/LARGE" = "ORG/SMALL"'),
+        ("[drafts]\n'a/b' = ''", "what drafts for a/b needs a model's name"),
+        ("[drafts]\n'' = 'a/b'", "what drafts for  needs a model's name"),
     ],
 )
 def test_a_wrong_file_is_refused_and_says_what_is_wrong(loaded: Load, file: Path, text: str, said: str) -> None:
@@ -131,6 +134,17 @@ def test_aliases_are_the_users_own_names(loaded: Load) -> None:
     assert config.settings.aliases == {"fast": "smollm2", "home": os.path.expanduser("~/models/x")}
     shown = {entry["key"]: entry["value"] for entry in entries(config)}
     assert shown["aliases.fast"] == '"smollm2"'
+
+
+def test_drafts_name_the_model_that_drafts_for_another(file: Path, loaded: Load) -> None:
+    config = loaded("[drafts]\n'org/large-1.5' = 'org/small'\n'~/a' = '~/b'\n")
+    home = os.path.expanduser("~")
+    assert config.settings.drafts == {"org/large-1.5": "org/small", f"{home}/a": f"{home}/b"}
+    shown = {entry["key"]: (entry["value"], entry["source"]) for entry in entries(config)}
+    assert shown['drafts."org/large-1.5"'] == ('"org/small"', str(file))
+    file.write_text("")
+    again = reload(config, {})
+    assert (again.changed, again.config.settings.drafts) == (("drafts",), {})
 
 
 # -- reading again

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -105,11 +106,13 @@ class Asked:
 class House:
     """A service with its device."""
 
-    def __init__(self, default: str | None) -> None:
+    def __init__(self, default: str | None, drafts: Mapping[str, str] = MappingProxyType({})) -> None:
         self.faults: list[BaseException] = []
         self.device = Device()
         self.device.start()
-        self.configuration = Configuration(fixed(Settings(model=default, cache_mode="none", cache_disk=0)))
+        self.configuration = Configuration(
+            fixed(Settings(model=default, cache_mode="none", cache_disk=0, drafts=drafts))
+        )
         self.service = LiveService(self.device, self.configuration, self.faults.append, BlasReport("native", "its own"))
 
     def ask(self, **fields: Any) -> Asked:
@@ -137,11 +140,13 @@ class House:
 
 
 @asynccontextmanager
-async def housed(store: Path, *, warm: bool = True) -> AsyncIterator[House]:
+async def housed(
+    store: Path, *, warm: bool = True, drafts: Mapping[str, str] = MappingProxyType({})
+) -> AsyncIterator[House]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLXBC_DATA", str(store))
         patch.setenv("HF_HUB_CACHE", str(store / "no-hub"))
-        house = House(str(store / "models" / "one"))
+        house = House(str(store / "models" / "one"), drafts)
         if warm:
             house.service.warm(preload=False)
         try:
@@ -320,13 +325,15 @@ class Gate:
         monkeypatch.setattr(load_module, "_GROUP_BYTES", 1)
         monkeypatch.setattr(resident_module, "build", self.build)
 
-    def build(self, directory: Path, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> Built:
+    def build(
+        self, directory: Path, progress: Callable[[int, int], None], cancelled: Callable[[], bool], draft: Path | None
+    ) -> Built:
         def report(done: int, total: int) -> None:
             progress(done, total)
             self.started.set()
             self.go.wait()
 
-        return build(directory, report, cancelled)
+        return build(directory, report, cancelled, draft)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ class Gate:
         monkeypatch.setattr(load_module, "_GROUP_BYTES", 1)
         monkeypatch.setattr(resident_module, "build", self.build)
 
-    def build(self, directory: Path, progress: Progress, cancelled: Callable[[], bool]) -> Built:
+    def build(self, directory: Path, progress: Progress, cancelled: Callable[[], bool], draft: Path | None) -> Built:
         self.loads += 1
 
         def report(done: int, total: int) -> None:
@@ -68,7 +68,7 @@ class Gate:
             self.started.set()
             self.go.wait()
 
-        return build(directory, report, cancelled)
+        return build(directory, report, cancelled, draft)
 
     async def reached(self) -> None:
         await asyncio.to_thread(self.started.wait)

@@ -74,6 +74,8 @@ def lines(explained: wire.Explained) -> list[str]:
         "first token": f"{expected}, with the machine to itself" if explained.first_token_ms is not None else expected,
     }
     facts |= dict.fromkeys(plan.on, "yes") | {name: f"no: {reason}" for name, reason in plan.off.items()}
+    if plan.drafters:
+        facts["drafts"] = f"yes: {', '.join(plan.drafters)}"
     width = max(map(len, facts))
     return [f"{name:<{width}}  {value}" for name, value in facts.items()]
 

@@ -18,7 +18,8 @@ the most tokens of one request; RUNNING and QUEUED count requests; IDLE is the
 time since the last one; UNTIL when the model is dropped if nobody asks it. A
 pinned model stays whatever happens. Any other goes when its room is needed, the
 least recently used first, and never while it is asked. BATCHING says whether
-requests run together or one at a time, and why.
+requests run together or one at a time, and why. A model that drafts for another
+stands beside its name, and SIZE is that of both.
 
 examples:
   mlxbc ps
@@ -56,7 +57,7 @@ def _until(process: wire.Process) -> str:
 def _row(process: wire.Process) -> tuple[str, ...]:
     together = "together" if process.placement == "continuous" else "one at a time"
     return (
-        process.model,
+        f"{process.model} + {process.draft}" if process.draft else process.model,
         size(process.bytes),
         process.dtype,
         size(process.kv_bytes),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import Final
 
-from mlxbcd.config.settings import ALIASES, KEYS, Key
+from mlxbcd.config.settings import ALIASES, DRAFTS, KEYS, Key
 
 _WIDTH: Final = 98
 _HEAD: Final = """\
@@ -20,6 +20,11 @@ _TAIL: Final = f"""\
 # Names of your own for models. They win over all other names. *
 # fast = "smollm2"
 # large = "ORG/NAME"
+
+[{DRAFTS}]
+# Models that guess ahead for others, loaded with them: a small one with the same tokens, for a large one. What is
+# changed here is taken over when a model is loaded. *
+# "ORG/LARGE" = "ORG/SMALL"
 """
 
 

@@ -33,7 +33,9 @@ FIM_FAMILIES: Final = (
 )
 """Families whose tokens and order are known."""
 ALIASES: Final = "aliases"
-"""The one table whose keys are people's own."""
+DRAFTS: Final = "drafts"
+TABLES: Final = (ALIASES, DRAFTS)
+"""The tables whose keys are people's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class Settings:
         "blas_threads", kinds.count(0, 64), 0, "Threads that multiply; 0 is one per core, at most 4."
     )
     aliases: Mapping[str, str] = field(default_factory=dict)
+    drafts: Mapping[str, str] = field(default_factory=dict)
     log_level: str = _key("log.level", kinds.choice(*LOG_LEVELS), "info", "The least that is logged.", live=True)
     log_file: Path | None = _key("log.file", kinds.path(), None, "Log there, rotated; empty is standard error.")  # noqa: RUF009
     log_format: str = _key(
@@ -223,9 +226,9 @@ def _keys() -> dict[str, Key]:
 
 
 KEYS: Final[Mapping[str, Key]] = _keys()
-"""Every setting by its name, in the order of the documented file. Aliases are not among them."""
+"""Every setting by its name, in the order of the documented file. People's own tables are not among them."""
 
 
 def sections() -> list[str]:
     """The tables of the file."""
-    return [*dict.fromkeys(key.section for key in KEYS.values() if key.section), ALIASES]
+    return [*dict.fromkeys(key.section for key in KEYS.values() if key.section), *TABLES]

@@ -18,7 +18,7 @@ from typing import Any, Final, TypedDict
 from mlxbc.errors import ConfigError
 from mlxbc.paths import config_dir
 from mlxbcd.config.kinds import quoted
-from mlxbcd.config.settings import ALIASES, KEYS, Key, Settings, sections
+from mlxbcd.config.settings import ALIASES, DRAFTS, KEYS, TABLES, Key, Settings, sections
 
 VARIABLE: Final = "MLXBC_CONFIG"
 """Names another file."""
@@ -49,7 +49,7 @@ class Config:
 
 def fixed(settings: Settings) -> Config:
     """Settings that came about otherwise: reading them again changes nothing."""
-    return Config(settings, dict.fromkeys([*KEYS, ALIASES], DEFAULT))
+    return Config(settings, dict.fromkeys([*KEYS, *TABLES], DEFAULT))
 
 
 def user_file(environ: Mapping[str, str] = os.environ) -> Path:
@@ -95,9 +95,13 @@ def load(
         origin[key.name] = said
     for unknown in flags.keys() - KEYS.keys():
         raise ConfigError(f"there is no setting {unknown!r}{_near(unknown)}")
-    aliases = _aliases(path, table.get(ALIASES, {}))
-    origin[ALIASES] = str(path) if aliases else DEFAULT
-    return Config(Settings(**values, aliases=aliases), origin, path, named, dict(flags))
+    aliases = _models(path, ALIASES, table.get(ALIASES, {}))
+    for name in aliases:
+        if not _ALIAS.fullmatch(name):
+            raise ConfigError(f"{path}: {name[:80]!r} can't be an alias: letters, digits, dots, dashes and underscores")
+    drafts = _models(path, DRAFTS, table.get(DRAFTS, {}))
+    origin |= {name: str(path) if own else DEFAULT for name, own in ((ALIASES, aliases), (DRAFTS, drafts))}
+    return Config(Settings(**values, aliases=aliases, drafts=drafts), origin, path, named, dict(flags))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ def reload(config: Config, environ: Mapping[str, str] = os.environ) -> Reload:
     fresh = load(config.flags, environ=environ, file=config.file if config.named else None)
     changed: list[str] = []
     waiting: list[str] = []
-    values: dict[str, Any] = {"aliases": fresh.settings.aliases}
+    values: dict[str, Any] = {table: getattr(fresh.settings, table) for table in TABLES}
     origin = dict(fresh.origin)
     for key in KEYS.values():
         before, after = getattr(config.settings, key.attribute), getattr(fresh.settings, key.attribute)
@@ -135,8 +139,7 @@ def reload(config: Config, environ: Mapping[str, str] = os.environ) -> Reload:
         values[key.attribute] = after if key.live else before
         if not key.live:
             origin[key.name] = config.origin[key.name]
-    if fresh.settings.aliases != config.settings.aliases:
-        changed.append(ALIASES)
+    changed += [table for table in TABLES if values[table] != getattr(config.settings, table)]
     settled = Config(Settings(**values), origin, fresh.file, config.named, config.flags)
     return Reload(settled, tuple(changed), tuple(waiting))
 
@@ -151,12 +154,14 @@ class Entry(TypedDict):
 
 
 def entries(config: Config) -> Iterator[Entry]:
-    """Every setting in the order of the documented file; aliases last."""
+    """Every setting in the order of the documented file; people's own tables last."""
     for key in KEYS.values():
         value = getattr(config.settings, key.attribute)
         yield Entry(key=key.name, value=key.show(value), source=config.origin[key.name], live=key.live)
-    for name, target in config.settings.aliases.items():
-        yield Entry(key=f"{ALIASES}.{name}", value=quoted(target), source=config.origin[ALIASES], live=True)
+    for table in TABLES:
+        for name, target in getattr(config.settings, table).items():
+            shown = f"{table}.{name if table == ALIASES else quoted(name)}"
+            yield Entry(key=shown, value=quoted(target), source=config.origin[table], live=True)
 
 
 def _read(path: Path, *, needed: bool) -> dict[str, Any]:
@@ -185,7 +190,7 @@ def _read(path: Path, *, needed: bool) -> dict[str, Any]:
 def _flat(path: Path, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     known = sections()
     for name, value in table.items():
-        if name == ALIASES or name in KEYS:
+        if name in TABLES or name in KEYS:
             yield name, value
         elif name in known:
             if not isinstance(value, dict):
@@ -206,15 +211,17 @@ def _value(key: Key, raw: object, said: str) -> Any:
         raise ConfigError(f"{said}: {key.name} is {key.kind.expects}, not {str(raw)[:80]!r}") from None
 
 
-def _aliases(path: Path, table: object) -> dict[str, str]:
+def _models(path: Path, name: str, table: object) -> dict[str, str]:
+    """A table of models by people's own keys."""
     if not isinstance(table, dict):
-        raise ConfigError(f'{path}: aliases is a table of names: fast = "ORG/NAME"')
-    for name, target in table.items():
-        if not _ALIAS.fullmatch(name):
-            raise ConfigError(f"{path}: {name[:80]!r} can't be an alias: letters, digits, dots, dashes and underscores")
-        if not isinstance(target, str) or not target or not target.isprintable() or len(target) > 1024:
-            raise ConfigError(f"{path}: the alias {name} needs a model's name or absolute path")
-    return {name: os.path.expanduser(target) for name, target in table.items()}
+        example = {ALIASES: 'fast = "ORG/NAME"', DRAFTS: '"ORG/LARGE" = "ORG/SMALL"'}[name]
+        raise ConfigError(f"{path}: {name} is a table of names: {example}")
+    for key, target in table.items():
+        for one in (key, target):
+            if not isinstance(one, str) or not one or not one.isprintable() or len(one) > 1024:
+                kind = {ALIASES: "the alias", DRAFTS: "what drafts for"}[name]
+                raise ConfigError(f"{path}: {kind} {key[:80]} needs a model's name or absolute path")
+    return {os.path.expanduser(key): os.path.expanduser(target) for key, target in table.items()}
 
 
 def _near(name: str) -> str:

@@ -300,7 +300,8 @@ class Executor:
         if samples:
             request = preparing.request
             del self._preparing[piece.key]
-            self._token_bytes = preparing.state.nbytes / capacity_for(len(preparing.tokens))
+            drafting = self.drafter.token_bytes if self.drafter is not None else 0.0
+            self._token_bytes = preparing.state.nbytes / capacity_for(len(preparing.tokens)) + drafting
             events += [row.take(drawn) for row, drawn in zip(preparing.rows, samples, strict=True)]
             preparing.rows = [row for row in preparing.rows if not row.ended]
             if preparing.rows:

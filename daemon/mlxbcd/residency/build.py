@@ -23,6 +23,7 @@ from mlxbcd.model.forward import Forward
 from mlxbcd.model.load import Cancelled, Loaded, context_length, load
 from mlxbcd.plan.resolve import Capabilities, Feature
 from mlxbcd.spec.costs import VerifyCosts
+from mlxbcd.spec.draft_model import ModelDrafter
 from mlxbcd.spec.drafter import LOOKUP, Drafter
 from mlxbcd.spec.heads import HeadDrafter
 from mlxbcd.state import packing
@@ -38,7 +39,7 @@ class Built:
     Attributes:
         device: what computes, with its library's version.
         dtype: of its activations.
-        bytes: of the weights.
+        bytes: of the weights, a draft model's among them.
         context: tokens a row may hold.
         vocab_size: width of the logits.
         reason: why rows run alone; empty where they share a batch.
@@ -79,8 +80,17 @@ class Built:
         mx.clear_cache()
 
 
-def build(directory: Path, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> Built:
+def build(
+    directory: Path,
+    progress: Callable[[int, int], None],
+    cancelled: Callable[[], bool],
+    draft: Path | None = None,
+) -> Built:
     """Load a model directory and make it ready to run. On the device thread.
+
+    Args:
+        progress: told bytes that were read, and all. A draft model's are among them once those of the model are there.
+        draft: directory of a model that drafts for it.
 
     Raises:
         ServeError: load_failed.
@@ -89,10 +99,14 @@ def build(directory: Path, progress: Callable[[int, int], None], cancelled: Call
     try:
         files = signatures(directory)
         loaded = load(directory, progress=progress, cancelled=cancelled)
+        beside = _beside(loaded.bytes, progress)
+        drafting = load(draft, progress=beside, cancelled=cancelled) if draft is not None else None
     except Cancelled:
         raise given_up(directory.name) from None
     try:
-        return _assemble(loaded, files)
+        return _assemble(loaded, files, drafting)
+    except ServeError:
+        raise
     except Exception as error:  # the zoo's own code, at its first forward
         raise ServeError(
             "load_failed", f"{directory.name} was loaded but cannot be run: {type(error).__name__}: {error}"
@@ -104,7 +118,12 @@ def given_up(name: str) -> ServeError:
     return ServeError("load_failed", f"the load of {name} was given up: nobody waits for it")
 
 
-def _assemble(loaded: Loaded, files: Signatures) -> Built:
+def _beside(first: int, progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Progress of what is read behind `first` bytes."""
+    return lambda done, total: progress(first + done, first + total)
+
+
+def _assemble(loaded: Loaded, files: Signatures, drafting: Loaded | None) -> Built:
     forward = Forward(loaded.model)
     composition = inspect(loaded.model, str(loaded.config["model_type"]))
     vocab_size = _vocab_size(forward)
@@ -112,7 +131,12 @@ def _assemble(loaded: Loaded, files: Signatures) -> Built:
     reversible = composition.batches and not composition.rollback_reason
     verify = VerifyCosts(verify_curve(forward, composition, vocab_size)) if reversible else None
     packs = packing.inspect(forward, composition)
-    drafter = _drafter(loaded, forward, vocab_size) if reversible else None
+    if drafting is not None:
+        if not reversible:
+            raise _no_drafting(composition.reason or composition.rollback_reason)
+        drafter: Drafter | None = _draft_model(drafting, vocab_size)
+    else:
+        drafter = _drafter(loaded, forward, vocab_size) if reversible else None
     steps = _steps(forward)
     executor = Executor(
         forward,
@@ -129,7 +153,7 @@ def _assemble(loaded: Loaded, files: Signatures) -> Built:
         executor,
         device=f"{mx.default_device()} mlx {version('mlx')}",
         dtype=loaded.dtype,
-        bytes=loaded.bytes,
+        bytes=loaded.bytes + (drafting.bytes if drafting is not None else 0),
         context=context_length(loaded.config),
         vocab_size=vocab_size,
         reason=composition.reason,
@@ -166,6 +190,23 @@ def _drafter(loaded: Loaded, forward: Forward, vocab_size: int) -> Drafter | Non
         log.warning("the checkpoint's multi-token-prediction head does not fit and is left out: %s", error)
         return None
     return HeadDrafter(forward, head, vocab_size)
+
+
+def _draft_model(drafting: Loaded, vocab_size: int) -> Drafter:
+    """A drafter that is a model of its own.
+
+    Raises:
+        ServeError: load_failed, its state can't follow another model's.
+    """
+    composition = inspect(drafting.model, str(drafting.config["model_type"]))
+    try:
+        return ModelDrafter(Forward(drafting.model), composition, vocab_size)
+    except ValueError as error:
+        raise _no_drafting(str(error)) from None
+
+
+def _no_drafting(why: str) -> ServeError:
+    return ServeError("load_failed", f"nothing can draft as the setting drafts says: {why}; take the entry out of it")
 
 
 def _vocab_size(forward: Forward) -> int:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from mlxbcd.device import Device
@@ -21,7 +22,7 @@ from mlxbcd.engine.scheduler import Policy
 from mlxbcd.errors import ServeError
 from mlxbcd.model.load import expands
 from mlxbcd.model.size import bytes_in_memory
-from mlxbcd.residency import learned
+from mlxbcd.residency import drafting, learned
 from mlxbcd.residency.build import Built, build, given_up
 from mlxbcd.residency.grammars import Grammars
 from mlxbcd.residency.keeper import Keeper
@@ -54,6 +55,7 @@ class Resident:
         keep_alive: seconds it stays without being asked, `math.inf` for ever; None is the daemon's setting.
         touched: when somebody last began or ended to use it, in seconds of the monotonic clock.
         leaving: it takes no new users, since another model waits for its room.
+        draft: name of the model that drafts for it; empty if none does.
     """
 
     source: Resolved
@@ -67,6 +69,7 @@ class Resident:
     keep_alive: float | None = None
     touched: float = field(default_factory=time.monotonic)
     leaving: bool = False
+    draft: str = ""
 
     def __repr__(self) -> str:
         return f"Resident({self.name}, {self.built}, {self.engine.running} running, {self.users} users)"
@@ -103,6 +106,7 @@ class _Loading:
         done, total: bytes.
         loaded: the model, once it is there. Until a waiter has noticed, it counts as a user.
         room: bytes that it may take.
+        draft: the model that drafts for it, once that is known.
     """
 
     source: Resolved
@@ -114,6 +118,7 @@ class _Loading:
     total: int = 0
     loaded: Resident | None = None
     room: int = 0
+    draft: Resolved | None = None
 
     def __repr__(self) -> str:
         return f"_Loading({self.source.name}, {self.waiters} waiting{', given up' if self.given_up else ''})"
@@ -160,6 +165,7 @@ class Residency:
         self.keeper = Keeper(self.models, self.budget, self._let_go, self._reschedule)
         self._default: str | None = None
         self._aliases: Mapping[str, str] = {}
+        self._drafts: Mapping[str, str] = {}
         self._policy = Policy()
         self._device = device
         self._workers = workers
@@ -176,9 +182,15 @@ class Residency:
         """Names of the models that are being loaded."""
         return [loading.source.name for loading in self._loading.values()]
 
-    def choose(self, *, default: str | None, aliases: Mapping[str, str]) -> None:
-        """From now on `None` asks for `default` (None: the embedded model), and `aliases` are names too."""
-        self._default, self._aliases = default, aliases
+    def choose(
+        self, *, default: str | None, aliases: Mapping[str, str], drafts: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """From now on `None` asks for `default` (None: the embedded model), and `aliases` are names too.
+
+        Args:
+            drafts: by name of a model that of the one to draft for it; for those that are loaded from now on.
+        """
+        self._default, self._aliases, self._drafts = default, aliases, drafts
         self.keeper.default = None
 
     @property
@@ -359,7 +371,9 @@ class Residency:
             self.budget.measure(source.path, "kv", lambda: engine.claimed)
             width = built.vocab_size
             grammars = Grammars(lambda: _vocabulary(words.tokenizer, width), self._workers)
-            loading.loaded = Resident(source, words, grammars, engine, built, seconds, kept, users=loading.waiters)
+            loading.loaded = resident = Resident(source, words, grammars, engine, built, seconds, kept)
+            resident.users = loading.waiters
+            resident.draft = loading.draft.name if loading.draft is not None else ""
             self.models[source.path] = loading.loaded
             log.info("loaded %s in %.1f s: %r", source.name, seconds, built)
         finally:
@@ -376,8 +390,11 @@ class Residency:
             with contextlib.suppress(ServeError):
                 await self.resolve(None)
         await self._workers.offload(check_files, source.path)
+        loading.draft = await self._workers.offload(drafting.chosen, source, self._drafts, self._aliases)
         expand = await self._device.run(expands)
-        needed = await self._workers.offload(partial(bytes_in_memory, source.path, expand=expand))
+        paths = [source.path, *([loading.draft.path] if loading.draft is not None else [])]
+        sizes = [await self._workers.offload(partial(bytes_in_memory, path, expand=expand)) for path in paths]
+        needed = sum(sizes)
         sure = False
         while True:
             await self.keeper.reserve(source.path, source.name, needed, sure=sure, given_up=lambda: loading.given_up)
@@ -402,10 +419,11 @@ class Residency:
             self._device.tell(loading.advance, done, total)
 
         path = loading.source.path
-        text = asyncio.ensure_future(self._workers.offload(Words.load, path))
+        draft = loading.draft.path if loading.draft is not None else None
+        text = asyncio.ensure_future(self._workers.offload(drafting.words, loading.source, loading.draft))
         text.add_done_callback(give_up)
         words, built = await asyncio.gather(
-            text, self._device.run(build, path, report, lambda: loading.given_up), return_exceptions=True
+            text, self._device.run(build, path, report, lambda: loading.given_up, draft), return_exceptions=True
         )
         if isinstance(words, BaseException):
             if isinstance(built, Built):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -153,6 +153,7 @@ class Generation:
         self._tokenizer: Tokenizer | None = None
         self._outputs: list[_Output] = []
         self._plan: Plan | None = None
+        self._drafters: frozenset[str] = frozenset()
         self._pieces: list[int] = []
         self._marks: list[float] = []
         self._position = 0
@@ -423,6 +424,7 @@ class Generation:
         self._prompt = len(request.prompt)
         self._tokenizer = tokenizer
         self._plan = plan
+        self._drafters = request.drafts
         self._outputs = [_Output(number, stage, had) for number, stage in enumerate(stages)]
 
     def _replay(self, output: _Output, tokens: Sequence[int]) -> bool:
@@ -512,7 +514,7 @@ class Generation:
                 mean_logprob=first.mean_logprob if first is not None else None,
                 unparsed=first.unparsed if first is not None else [],
                 candidates=[output.summary() for output in self._outputs] if several else [],
-                plan=plan_reply(self._plan, self._pieces) if self._plan is not None else None,
+                plan=plan_reply(self._plan, self._pieces, self._drafters) if self._plan is not None else None,
                 speculation=speculation_reply(self._speculated()) if self._plan is not None else None,
             )
         )
@@ -581,7 +583,7 @@ def speculation_reply(statistics: Statistics) -> wire.Speculation:
     )
 
 
-def plan_reply(plan: Plan, chunks: Sequence[int]) -> wire.Plan:
+def plan_reply(plan: Plan, chunks: Sequence[int], drafters: Iterable[str]) -> wire.Plan:
     """A plan as the wire tells it."""
     why = plan.refusal or plan.placement
     return wire.Plan(
@@ -590,5 +592,6 @@ def plan_reply(plan: Plan, chunks: Sequence[int]) -> wire.Plan:
         reason=why.text if why is not None else "",
         on=[feature.value for feature in Feature if plan.has(feature)],
         off={feature.value: reason.text for feature, reason in plan.off.items()},
+        drafters=sorted(drafters),
         chunks=list(chunks),
     )

@@ -233,7 +233,7 @@ class LiveService:
         self._settings = settings
         self._prompts.limit = settings.prompts
         self._prompter = Prompter(self._workers, settings.fim)
-        self._residency.choose(default=settings.model, aliases=settings.aliases)
+        self._residency.choose(default=settings.model, aliases=settings.aliases, drafts=settings.drafts)
         self._caches.choose(settings)
         self._manners.take(settings)
         self._schedule()
@@ -505,7 +505,7 @@ class LiveService:
                     prompt=len(frozen.prompt),
                     context=resident.built.context,
                     priority=request.priority or "normal",
-                    plan=plan_reply(plan, chunks),
+                    plan=plan_reply(plan, chunks, frozen.drafts),
                     first_token_ms=None if seconds is None else round(seconds * 1e3, 1),
                     cached=wire.Cached(found.ram, found.disk, found.matched, found.why.value) if found else None,
                 )
@@ -639,6 +639,7 @@ class LiveService:
             reason=built.reason,
             pinned=keeper.pinned(resident),
             expires_s=round(expires, 3) if expires < math.inf else None,
+            draft=resident.draft,
         )
 
 

@@ -22,7 +22,7 @@ from mlxbcd.sampling.sampler import Samplers
 from mlxbcd.spec.drafter import Asked, Companion, Covered, Selection
 from mlxbcd.state.composition import Composition
 from mlxbcd.state.geometry import Key
-from mlxbcd.state.rows import Joiner, PreparedChange, Rows
+from mlxbcd.state.rows import COLD, Joiner, PreparedChange, Rows, commit
 
 CHUNK: Final = 64
 """Tokens that are read at once of what is owed, so that a row with a long text holds nobody up for long."""
@@ -35,7 +35,8 @@ class ModelDrafter:
     """Drafts with a model that shares the target's vocabulary.
 
     Args:
-        vocab_size: of the target; the model's logits may be wider, never narrower.
+        vocab_size: of the target. The model's logits may be wider or narrower, since checkpoints of one tokenizer are
+            padded differently: what it has beyond is left out, and what it lacks it never draws.
         selection: how tokens of a draft are drawn.
 
     Raises:
@@ -48,6 +49,7 @@ class ModelDrafter:
     name: str = "model"
     selection: Selection = Selection.REQUEST
     reads_hidden: bool = field(default=False, init=False)
+    token_bytes: float = field(init=False)
     _rows: Rows = field(init=False)
     _owed: dict[Key, list[int]] = field(default_factory=dict, init=False)
     _ahead: dict[Key, int] = field(default_factory=dict, init=False)
@@ -59,6 +61,7 @@ class ModelDrafter:
         if self.composition.recorder is not None or self.composition.rollback_reason:
             raise ValueError("the draft model's state can't be cut back token by token; take one with attention alone")
         self._rows = Rows(self.composition, widest=CHUNK)
+        self.token_bytes = self._measured()
 
     def __repr__(self) -> str:
         return f"ModelDrafter({self.name}, {self._rows})"
@@ -94,7 +97,7 @@ class ModelDrafter:
             if step:
                 ids = {row.key: drafts[-1][i : i + 1] for i, row in enumerate(ready)}
                 last = self._feed(ids, dict.fromkeys(ids, 1))
-            logits = self.forward.head(mx.concatenate([last[row.key] for row in ready]))[:, -1, : self.vocab_size]
+            logits = self._logits(mx.concatenate([last[row.key] for row in ready]))
             greedy = self.selection is Selection.LIKELIEST
             drafts.append(mx.argmax(logits, axis=-1).astype(mx.uint32) if greedy else samplers.draw(logits).tokens)
         read = cast("list[list[int]]", mx.stack(drafts, axis=1).tolist())
@@ -153,6 +156,22 @@ class ModelDrafter:
         turn.resolve([lengths.get(key, 0) for key in order])
         ends = {key: (i, lengths[key]) for i, key in enumerate(order) if key in lengths}
         return {key: hidden[i : i + 1, n - 1 : n] for key, (i, n) in ends.items()}
+
+    def _logits(self, hidden: mx.array) -> mx.array:
+        """[B, vocab_size] of hidden states [B, 1, D]."""
+        logits = self.forward.head(hidden)[:, -1, : self.vocab_size]
+        lacking = self.vocab_size - logits.shape[-1]
+        return mx.pad(logits, [(0, 0), (0, lacking)], constant_values=mx.array(-mx.inf)) if lacking else logits
+
+    def _measured(self) -> float:
+        """Bytes per token, of a row that has read one."""
+        rows = Rows(self.composition, widest=1)
+        commit(rows.prepare(join=[Joiner("probe", COLD, 1)]))
+        turn = rows.begin(1)
+        self.forward.run([Group(mx.zeros((1, 1), dtype=mx.int32), turn.caches)])
+        turn.resolve()
+        mx.eval(rows.arrays())
+        return rows.nbytes / rows.place("probe").group.capacity
 
     def _saw(self, rows: int, depth: int, seconds: float) -> None:
         before = self._token_s.get(rows, seconds / depth)

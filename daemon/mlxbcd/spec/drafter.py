@@ -109,6 +109,11 @@ class Drafter(Protocol):
         """Bytes of its state."""
         ...
 
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of its state per token that a row has room for."""
+        ...
+
     def seconds(self, rows: int, depth: int) -> float:
         """What a draft for so many rows is expected to take; 0 while nobody knows."""
         ...

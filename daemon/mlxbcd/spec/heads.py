@@ -55,6 +55,7 @@ class HeadDrafter:
     _owed: dict[Key, _Owed] = field(default_factory=dict, init=False)
     _ahead: dict[Key, int] = field(default_factory=dict, init=False)
     _token_s: dict[int, float] = field(default_factory=dict, init=False)
+    _token_bytes: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self._rows = Rows(of_keys_and_values(1), widest=READ_OF_PROMPT)
@@ -65,6 +66,14 @@ class HeadDrafter:
     @property
     def nbytes(self) -> int:
         return self._rows.nbytes
+
+    @property
+    def token_bytes(self) -> float:
+        """See `Drafter.token_bytes`. Of its newest rows; 0 before the first."""
+        rooms = sum(self._rows.place(key).group.capacity for key in self._rows.order)
+        if rooms and self._rows.nbytes:
+            self._token_bytes = self._rows.nbytes / rooms
+        return self._token_bytes
 
     def seconds(self, rows: int, depth: int) -> float:
         """What a draft is expected to take; 0 before the first."""
