@@ -20,7 +20,7 @@ import msgspec
 
 from mlxbc import request as build
 from mlxbc import wire
-from mlxbc.connect import HELLO_TIMEOUT, connect
+from mlxbc.connect import HELLO_SOON, HELLO_TIMEOUT, connect
 from mlxbc.errors import ConnectionLost, MlxbcError, RequestTimeout
 from mlxbc.exchange import LOST, Call, Exchange, expect
 from mlxbc.request import MessageLike, Numbered
@@ -47,6 +47,7 @@ class Client:
         path: the daemon's socket; None finds the user's own (see `mlxbc.paths`).
         client_name: how the daemon calls this program in its accounts.
         timeout: longest silence of the daemon in seconds while something is awaited; None waits for ever.
+        on_starting: told if the daemon doesn't say welcome at once: mostly this very connection has made it start.
 
     Raises:
         DaemonUnavailable: nobody listens.
@@ -64,6 +65,7 @@ class Client:
         *,
         client_name: str = "mlxbc-python",
         timeout: float | None = None,
+        on_starting: Callable[[], None] | None = None,
     ) -> None:
         self._exchange = Exchange()
         self._turn = threading.Condition()
@@ -72,7 +74,7 @@ class Client:
         self._timeout = timeout
         self._socket = connect(path)
         try:
-            self.welcome: wire.Welcome = self._greet(client_name)
+            self.welcome: wire.Welcome = self._greet(client_name, on_starting)
         except BaseException:
             self._socket.close()
             raise
@@ -340,15 +342,30 @@ class Client:
                 self._hang_up(ConnectionLost("the connection was closed by an interrupt; make a new client"))
                 raise
 
-    def _greet(self, name: str) -> wire.Welcome:
-        self._socket.settimeout(HELLO_TIMEOUT if self._timeout is None else min(self._timeout, HELLO_TIMEOUT))
+    def _greet(self, name: str, on_starting: Callable[[], None] | None) -> wire.Welcome:
+        patience = HELLO_TIMEOUT if self._timeout is None else min(self._timeout, HELLO_TIMEOUT)
+        self._socket.settimeout(patience)
         self._write(self._exchange.hello(name))
+        if on_starting is not None and not self._hears(min(patience, HELLO_SOON)):
+            on_starting()
+        self._socket.settimeout(patience)
         while self._exchange.welcome is None:
             if self._exchange.error is not None:
                 raise self._exchange.error
             self._read()
         self._socket.settimeout(self._timeout)
         return self._exchange.welcome
+
+    def _hears(self, within: float) -> bool:
+        """Whether something comes within so many seconds, be it the end; it is left there to be read."""
+        self._socket.settimeout(within)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return False
+        except OSError:
+            pass  # reading says why
+        return True
 
     def _hang_up(self, error: ConnectionLost) -> None:
         with self._turn:

@@ -13,6 +13,9 @@ from mlxbc.paths import checked_socket_path, socket_path
 HELLO_TIMEOUT = 30.0
 """Seconds a daemon may take to say welcome: long only where this very connection has made it start."""
 
+HELLO_SOON = 1.0
+"""Seconds within which a daemon that runs says welcome."""
+
 
 def connect(path: str | os.PathLike[str] | None) -> socket.socket:
     """A connected blocking socket; None means the user's own daemon.

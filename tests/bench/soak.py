@@ -1,13 +1,13 @@
 """Owns the soak: mixed load on a real daemon for a long time, and what must be as it was when the load is gone.
 
 ```
-python tests/bench/soak.py [--minutes 20] [--model NAME…]
+python tests/bench/soak.py [--minutes 20] [--model NAME --model NAME]
 ```
 
-Interactive and background requests, cancels, clients that vanish, long prompts and counts, over two models of which one
-is loaded and dropped again and again. Every text is compared with what its request says alone. The load pauses four
-times; between the first pause, which ends the warm-up, and the last, nothing may have grown: memory of the process by
-more than 3 %, descriptors, threads, live arrays.
+Interactive and background requests, cancels, clients that vanish, long prompts and counts, over two models, of which
+the second is loaded and dropped again and again: the default model and a tiny one, unless told which. Every text is
+compared with what its request says alone. The load pauses four times; between the first pause, which ends the warm-up,
+and the last, nothing may have grown: memory of the process by more than 3 %, descriptors, threads, live arrays.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+from tiny_directory import write_model
 
 from mlxbc import Client, wire
 from mlxbc.errors import MlxbcError
@@ -286,9 +290,10 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--model", action="append", help="twice: the one that stays, and the one that takes turns")
     args = parser.parse_args()
-    models = args.model or ["smollm2"]
-    with daemon(models) as (path, pid):
-        outcome = Soak(path, pid, models).run(args.minutes * 60)
+    with TemporaryDirectory(prefix="mlxbc-") as directory:
+        models = args.model or ["smollm2", str(write_model(Path(directory) / "tiny"))]
+        with daemon(models) as (path, pid):
+            outcome = Soak(path, pid, models).run(args.minutes * 60)
     complaints = outcome.complaints()
     for complaint in complaints:
         print(f"WRONG: {complaint}")

@@ -414,12 +414,20 @@ sys.exit(detach(command, Path(path), Path(log), wait=wait == "wait"))
 """
 
 
+def log_of(path: Path) -> Path:
+    return path.parent.parent / "logs" / "mlxbcd.log"
+
+
+def detaching(path: Path, *arguments: str, wait: bool) -> list[str]:
+    """The command that starts a daemon in the background as `--detach` does, with `--wait` or without."""
+    start = [sys.executable, "-c", DETACH, str(path), str(log_of(path)), "wait" if wait else "don't"]
+    return start + command(path, "--log-file", str(log_of(path)), *arguments)
+
+
 def detached(path: Path, *arguments: str, wait: bool) -> subprocess.CompletedProcess[str]:
-    """Start a daemon in the background as `--detach` does, with `--wait` or without."""
-    log = path.parent.parent / "logs" / "mlxbcd.log"
-    start = [sys.executable, "-c", DETACH, str(path), str(log), "wait" if wait else "don't"]
-    line = command(path, "--log-file", str(log), *arguments)
-    return subprocess.run(start + line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    """Start one."""
+    line = detaching(path, *arguments, wait=wait)
+    return subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def stop(path: Path) -> None:
@@ -430,7 +438,8 @@ def stop(path: Path) -> None:
 
 def test_detach_and_wait_return_when_the_daemon_answers_and_print_its_id(path: Path) -> None:
     started = detached(path, wait=True)
-    assert (started.returncode, started.stderr) == (0, "")
+    assert started.returncode == 0
+    assert set(started.stderr.splitlines()) <= {f"mlxbcd: {getting_ready(path)}"}, "and that on a slow machine only"
     pid = int(started.stdout)
     with FakeClient(path, Codec.MSGPACK) as client:
         client.say(wire.Hello(proto=wire.PROTOCOL))
@@ -438,13 +447,27 @@ def test_detach_and_wait_return_when_the_daemon_answers_and_print_its_id(path: P
         assert isinstance(welcome, wire.Welcome)
         assert welcome.pid == pid
     assert os.getsid(pid) == pid, "it has left the terminal's session"
-    log = path.parent.parent / "logs" / "mlxbcd.log"
+    log = log_of(path)
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
     assert f"listening on {path} (pid {pid})" in log.read_text()
     again = detached(path, wait=True)
     assert (again.returncode, again.stdout) == (0, started.stdout)
     assert again.stderr == f"mlxbcd: already running on {path} (pid {pid})\n"
     stop(path)
+
+
+def getting_ready(path: Path) -> str:
+    return f"the daemon is getting ready; it logs to {log_of(path)}"
+
+
+def test_a_start_that_takes_long_is_told_with_where_the_log_is(path: Path) -> None:
+    line = detaching(path, "--model", "never loads", wait=True)
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as slow:
+        assert slow.stderr
+        assert slow.stderr.readline() == f"mlxbcd: {getting_ready(path)}\n"
+        pid = log_of(path).read_text().partition("(pid ")[2].partition(")")[0]
+        os.kill(int(pid), signal.SIGKILL)
+        assert slow.wait(PATIENCE_S) != 0
 
 
 def test_detach_without_wait_returns_before_the_daemon_answers(path: Path) -> None:
@@ -462,7 +485,7 @@ def test_detach_without_wait_returns_before_the_daemon_answers(path: Path) -> No
     ],
 )
 def test_wait_shows_the_end_of_the_log_of_a_daemon_that_died(path: Path, model: str, code: int, said: str) -> None:
-    log = path.parent.parent / "logs" / "mlxbcd.log"
+    log = log_of(path)
     logs.make_private(log)
     log.write_text("an old story\n")
     failed = detached(path, "--model", model, wait=True)

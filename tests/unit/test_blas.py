@@ -294,12 +294,18 @@ def compiler(directory: Path, body: str) -> None:
     (directory / "cc").chmod(0o700)
 
 
-def test_it_is_built_once_and_then_only_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_built_once_and_then_only_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     real = next(filter(None, map(shutil.which, blas._COMPILERS)))
     compiler(tmp_path / "bin", f'echo run >> {tmp_path}/runs; exec {real} "$@" -O0')
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     first = blas._built(tmp_path / "blas")
     assert blas._built(tmp_path / "blas") == first
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0] == f"building the fast BLAS for this processor with {tmp_path}/bin/cc, which is done once"
+    assert len(told) == 2, "and how long that took"
     assert (tmp_path / "runs").read_text() == "run\n"
     assert [path.name for path in (tmp_path / "blas").iterdir()] == [first.name]
     assert (tmp_path / "blas").stat().st_mode & 0o777 == 0o700

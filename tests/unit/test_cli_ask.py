@@ -169,6 +169,21 @@ def test_raw_text_is_a_prompt_and_other_text_a_chat(path: Path) -> None:
     ]
 
 
+def test_a_daemon_that_is_not_ready_yet_is_waited_for_and_a_person_is_told(path: Path) -> None:
+    ready, record = threading.Event(), Recorder("Hello")
+
+    def slow(session: Session) -> None:
+        assert ready.wait(command_line.PATIENCE)
+        session.welcome()
+        record(session)
+
+    with FakeDaemon(path, slow, greet=False), OnTerminal(path, "ask", "hi") as terminal:
+        terminal.see("the daemon is getting ready")
+        ready.set()
+        terminal.see("Hello")
+        assert terminal.end() == 0
+
+
 def test_standard_input_of_a_terminal_is_read_only_for_a_dash(path: Path) -> None:
     record = Recorder()
     with FakeDaemon(path, record):

@@ -115,7 +115,11 @@ def run(args: argparse.Namespace) -> int:
     if terminal.screen:
         question.fields.setdefault("priority", "interactive")
     whole = args.no_stream or args.json or question.extract or args.code
-    with answer.start(lambda: Client(client_name="mlxbc-ask"), terminal, **question.fields) as stream:
+
+    def connect() -> Client:
+        return Client(client_name="mlxbc-ask", on_starting=terminal.starting)
+
+    with answer.start(connect, terminal, **question.fields) as stream:
         if args.md:
             terminal.render_markdown()  # while the daemon works: that takes a while to import
         result = answer.follow(stream, terminal, streaming=not whole)

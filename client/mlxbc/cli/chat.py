@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     options.check_markdown(args.parser, args)
     files = gather(args.parser, [], exact=False, files=args.file, optional=True, stdin=False)
     chat = _Chat(args, fields, files, Terminal(quiet=args.quiet, reasoning=not args.hide_reasoning))
-    with Client(client_name="mlxbc-chat"):
+    with Client(client_name="mlxbc-chat", on_starting=chat.terminal.starting):
         pass  # without a daemon, say so before the first question is typed
     if args.md:
         chat.terminal.render_markdown()

@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     )
     terminal = Terminal(quiet=args.quiet)
     streaming = not (args.json or args.insert)
-    with Client(client_name="mlxbc-fim") as client, client.generate(fim=fim, **fields) as stream:
+    connected = Client(client_name="mlxbc-fim", on_starting=terminal.starting)
+    with connected as client, client.generate(fim=fim, **fields) as stream:
         result = answer.follow(stream, terminal, streaming=streaming)
     if args.json:
         print(msgspec.json.encode(result).decode())

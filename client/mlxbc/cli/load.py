@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load it."""
     terminal = Terminal(quiet=args.quiet)
-    with Client(client_name="mlxbc-load") as client:
+    with Client(client_name="mlxbc-load", on_starting=terminal.starting) as client:
         try:
             loaded = client.load(args.model, keep_alive=args.keepalive, on_progress=terminal.progress)
         finally:

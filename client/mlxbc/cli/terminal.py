@@ -96,6 +96,10 @@ class Terminal:
         self._err(f"{_DIM}{text}{_PLAIN}" if self._styled else text)
         self._thinking = True
 
+    def starting(self) -> None:
+        """Tell that the daemon isn't ready yet."""
+        self.note("the daemon is getting ready, which takes a little longer the first time; its log says what it does")
+
     def queued(self, accepted: wire.Accepted) -> None:
         """Show how many requests come first, if any do."""
         if accepted.position:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import logging
 import os
 import platform
 import shutil
@@ -27,6 +28,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +36,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from mlxbc import paths
+
+log = logging.getLogger(__name__)
 
 _SOURCE: Final = Path(__file__).with_name("sgemm.c")
 _COMPILERS: Final = ("cc", "gcc", "clang")
@@ -147,6 +151,8 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _compile(compiler: str, library: Path) -> None:
+    log.info("building the fast BLAS for this processor with %s, which is done once", compiler)
+    began = time.monotonic()
     descriptor, partial = tempfile.mkstemp(prefix=".sgemm-", suffix=".so", dir=library.parent)
     os.close(descriptor)
     try:
@@ -164,6 +170,7 @@ def _compile(compiler: str, library: Path) -> None:
             raise _Unavailable(f"{compiler} could not build the fast one: {complaint.strip()}")
         os.chmod(partial, 0o700)
         os.replace(partial, library)
+        log.info("built it in %.1f s", time.monotonic() - began)
     except subprocess.TimeoutExpired:
         raise _Unavailable(f"{compiler} took longer than {_BUILD_TIMEOUT_S} s to build the fast one") from None
     finally:

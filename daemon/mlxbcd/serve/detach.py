@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from mlxbcd.serve.peer import peer_of
 
 TAIL: Final = 20
 """Lines of the log that are shown when the daemon didn't come up."""
+
+SLOW_S: Final = 2.0
+"""A start that takes longer is worth a word; the first one on a machine does."""
 
 _POLL_S: Final = 0.02
 _OTHER_S: Final = 5.0
@@ -55,7 +59,13 @@ def detach(command: Sequence[str], path: Path, log: Path, *, wait: bool, replace
         )
     if not wait:
         return _print(child.pid)
-    pid = _await_answer(child, path, listening if replace else None)
+    slow = threading.Timer(SLOW_S, _say, [f"the daemon is getting ready; it logs to {log}"])
+    slow.daemon = True
+    slow.start()
+    try:
+        pid = _await_answer(child, path, listening if replace else None)
+    finally:
+        slow.cancel()
     if pid is not None:
         return _print(pid)
     _say(f"the daemon ended with code {child.returncode} before it answered; from its log ({log}):")
