@@ -35,6 +35,8 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells about processes"),
 ]
 
+NO_ROOM = ["sh", "-c", 'ulimit -S -f 0; exec "$@"', "sh"]
+"""Begins a command that can't write a byte to any file."""
 STORY = "the story in a land"
 POISON = "x" * 97
 """Every byte is a token, so this prompt has as many; a faulty daemon knows it by that."""
@@ -52,10 +54,12 @@ def path() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def serving(path: Path, model: Path, *arguments: str, fault: str = "") -> Iterator[Daemon]:
-    """A daemon that answers; with a `fault`, one whose device has it."""
+def serving(path: Path, model: Path, *arguments: str, fault: str = "", room: bool = True) -> Iterator[Daemon]:
+    """A daemon that answers; with a `fault`, one whose device has it, and without `room`, one on a full disk."""
     program = [str(HERE / "faulty_daemon.py")] if fault else ["-P", "-m", "mlxbcd.serve.main"]
     command = [sys.executable, *program, "--socket", str(path), "--model", str(model), *arguments]
+    if not room:
+        command = [*NO_ROOM, *command]
     environment = {**os.environ, **({"MLXBC_TEST_FAULT": fault} if fault else {})}
     started = Daemon.__new__(Daemon)
     started.path, started.said = path, ""
@@ -228,6 +232,50 @@ def test_a_full_disk_costs_the_log_and_nothing_else(path: Path, model: Path) -> 
             popen.kill()
 
 
+def test_where_nothing_can_be_written_all_is_served_and_kept_in_memory(path: Path, model: Path, tmp_path: Path) -> None:
+    cache = ["--set", "cache.mode=disk", "--set", f"cache.directory={tmp_path / 'cache'}", "--cache-disk", "1GB"]
+    with serving(path, model, *cache, room=False) as daemon, daemon.client() as client:
+        alone = answer(daemon)
+        prompt = STORY * 18  # one block of tokens that can be cached, and some more
+        first, second = (client.generate(prompt, temperature=0, max_tokens=5).wait() for _ in range(2))
+        assert (first.text, first.usage.cached) == (second.text, 0)
+        assert second.usage.cached >= 256
+        client.unload(str(model))  # what was learnt about it can't be kept
+        assert answer(daemon) == alone
+        await_status(daemon, lambda report: report.running + report.queued == 0 and report.connections == 2)
+        report = client.cache()
+        assert (report.leases, report.disk_entries) == (0, 0)
+        assert report.ram_entries > 0
+        assert report.trouble, "and that is told"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        (["config", "init"], "config.toml"),
+        (["ask", "--save", "kept", "hi"], "kept.toml"),
+        (["http", "--show-token"], "http-token"),
+    ],
+)
+def test_a_command_that_can_not_write_says_so_and_leaves_no_half_a_file(
+    tmp_path: Path, arguments: list[str], written: str
+) -> None:
+    directories = {f"XDG_{kind}_HOME": str(tmp_path) for kind in ("CONFIG", "DATA", "STATE")}
+    full = subprocess.run(
+        [*NO_ROOM, sys.executable, "-m", "mlxbc", *arguments],
+        env={**os.environ, **directories, "PYTHONDONTWRITEBYTECODE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert full.returncode == os.EX_CONFIG, full
+    assert full.stderr.startswith("mlxbc: cannot ")
+    assert full.stderr.count("\n") == 1
+    assert list(tmp_path.rglob(written)) == [], "the next try must not find it"
+
+
 # ------------------------------------------------------------------------------------------------------------ files
 
 
@@ -260,9 +308,34 @@ def a_link_into_nowhere(directory: Path) -> None:
     (directory / "model.safetensors").symlink_to("/nowhere/at/all")
 
 
+def a_config_that_nobody_can_read(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    (directory / "config.json").symlink_to("config.json")
+
+
+def weights_that_the_disk_does_not_give_back(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").symlink_to("/proc/self/mem")
+
+
+def a_directory_for_a_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer.json").mkdir()
+
+
+def files_of_somebody_else(directory: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("nothing is closed to root")
+    (directory / "model.safetensors").chmod(0)
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
+        a_config_that_nobody_can_read,
+        weights_that_the_disk_does_not_give_back,
+        a_directory_for_a_tokenizer,
+        files_of_somebody_else,
         fifo_for_a_tokenizer,
         fifo_for_a_config,
         half_the_weights,
@@ -357,16 +430,19 @@ def test_thousands_of_requests_leave_nothing_behind(shared: Daemon, count: int) 
                 for stream in streams:
                     stream.wait()
 
-    flood(200)  # caches and pools have their size after that
+    def flood_from_all_sides(count: int) -> None:
+        threads = [threading.Thread(target=flood, args=(count // 4,), daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    flood_from_all_sides(max(count // 4, 400))  # caches, pools and the heap have their size after that
     before = resident(shared)
-    threads = [threading.Thread(target=flood, args=(count // 4,), daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    flood_from_all_sides(count)
     assert answer(shared) == alone
     at_rest(shared)
-    assert resident(shared) < before * 1.03 + 8_000_000
+    assert resident(shared) < before * 1.03 + 2_000_000
 
 
 def test_who_writes_byte_by_byte_who_stops_half_way_and_who_never_reads_delay_nobody(shared: Daemon) -> None:

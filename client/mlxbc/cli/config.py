@@ -16,6 +16,7 @@ from mlxbc.cli import exits
 from mlxbc.cli.table import table
 from mlxbc.client import Client
 from mlxbc.errors import ConfigError, DaemonUnavailable
+from mlxbc.files import create
 
 _EPILOG = f"""\
 verbs:
@@ -84,12 +85,12 @@ def _init(_args: argparse.Namespace) -> int:
     from mlxbcd.config.sources import user_file
 
     path = user_file()
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(template())
+        create(path, template())
     except FileExistsError:
         raise ConfigError(f"{path} is there already; move it away to get a new one") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
     print(path)
     return exits.OK
 

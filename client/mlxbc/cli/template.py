@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from mlxbc import paths
 from mlxbc.errors import ConfigError
+from mlxbc.files import create
 
 INPUT = "input"
 """The blank that is filled with what the command was given to ask."""
@@ -67,9 +68,7 @@ def save(name: str, template: Template) -> Path:
     """
     path = _path(name)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(render(template))
+        create(path, render(template))
     except FileExistsError:
         raise ConfigError(f"there is a template {name} already; edit or remove {path}") from None
     except OSError as error:

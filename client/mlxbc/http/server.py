@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from mlxbc import paths
 from mlxbc.errors import ConfigError
+from mlxbc.files import create
 from mlxbc.http.app import application
 
 DRAIN_S: Final = 30
@@ -144,15 +145,11 @@ def token() -> str:
     """
     path = token_path()
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError:
-            return _read(path)
-        with open(descriptor, "w", encoding="ascii") as file:
-            made = secrets.token_urlsafe(_TOKEN_BYTES)
-            file.write(f"{made}\n")
-            return made
+        made = secrets.token_urlsafe(_TOKEN_BYTES)
+        create(path, f"{made}\n")
+        return made
+    except FileExistsError:
+        return _read(path)
     except OSError as error:
         raise ConfigError(f"cannot keep a token in {path}: {error.strerror or error}") from None
 

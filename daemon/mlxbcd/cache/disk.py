@@ -74,8 +74,12 @@ class Directory:
             raise Taken(f"another daemon uses {path}") from None
         tag = path / "CACHEDIR.TAG"
         if not tag.exists():
-            tag.write_text(_TAG, encoding="utf-8")
-            leave_out_of_backups(path)
+            try:
+                tag.write_text(_TAG, encoding="utf-8")
+                leave_out_of_backups(path)
+            except OSError:
+                # A disk that is full now may have room later, and the next start tries again.
+                tag.unlink(missing_ok=True)
 
     def __repr__(self) -> str:
         return f"Directory({self.path})"

@@ -221,8 +221,10 @@ def _lock(path: Path) -> int:
     except BaseException:
         os.close(lock)
         raise
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    # Who holds it is for people: a disk that is full doesn't keep the daemon from serving.
+    with contextlib.suppress(OSError):
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
 
 
