@@ -19,10 +19,11 @@ from mlxbc import Client, wire
 from mlxbc.framing import Codec
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "protocol"))
+sys.path[:0] = [str(HERE.parent / "protocol"), str(HERE.parent / "unit")]
 
 from fake_service import PATIENCE_S, FakeClient, settled  # noqa: E402
 from real_daemon import switches  # noqa: E402
+from tiny_directory import write_model  # noqa: E402
 
 SCRIPTED = [sys.executable, str(HERE / "scripted_daemon.py")]
 REAL = [sys.executable, "-P", "-m", "mlxbcd.serve.main", "--no-preload"]
@@ -132,6 +133,49 @@ def test_the_real_daemon_starts_and_answers_without_a_model(directory: Path) -> 
             client.shutdown()
         assert started.ended() == 0
         assert started.path.is_socket()
+
+
+def test_the_first_ask_starts_the_real_daemon_and_is_answered_and_so_is_the_next(
+    directory: Path, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "tiny")
+    environment = {**os.environ, "MLXBC_SOCKET": str(directory / "mlxbc.sock")}
+    ask = [
+        sys.executable,
+        "-m",
+        "mlxbc",
+        "ask",
+        "--raw",
+        "-o",
+        "temperature",
+        "0",
+        "-o",
+        "max_tokens",
+        "8",
+        "the story",
+    ]
+    with manager(directory, [*REAL, "--model", str(model)]) as started:
+        inode = started.path.stat().st_ino
+        first, second = (
+            subprocess.run(
+                ask, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE_S * 4, check=False
+            )
+            for _ in range(2)
+        )
+        assert (first.returncode, first.stderr) == (0, b"")
+        assert len(first.stdout) >= 8
+        assert (second.returncode, second.stdout) == (0, first.stdout)
+        assert started.heard() == f"READY=1\nSTATUS=serving on {started.path}"
+        stopped = subprocess.run(
+            [sys.executable, "-m", "mlxbc", "stop"],
+            env=environment,
+            capture_output=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert stopped.returncode == 0
+        assert started.ended() == 0
+        assert started.path.stat().st_ino == inode
 
 
 def test_a_daemon_started_by_hand_leaves_the_managers_socket_alone(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
@@ -10,13 +11,19 @@ import stat
 import struct
 import subprocess
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvloop
+from fake_service import FakeService
 
 from mlxbc.errors import ConfigError
-from mlxbcd.serve.listen import AlreadyRunning, listen
+from mlxbcd.serve.lifecycle import Lifecycle
+from mlxbcd.serve.listen import AlreadyRunning, adopt, listen
 from mlxbcd.serve.peer import Peer, hung_up, parse_ucred, parse_xucred, peer_of
+from mlxbcd.serve.server import Server
 
 
 @pytest.fixture
@@ -59,6 +66,37 @@ def test_a_second_daemon_is_told_who_runs_and_disturbs_nothing(path: Path) -> No
             listen(path)
         assert path.lstat().st_ino == inode
         assert connects(path)
+
+
+class Tidy(uvloop.Loop):
+    """Removes the path of a closed server's socket unless it is told not to, as every loop does from Python 3.13 on."""
+
+    async def create_unix_server(self, *arguments: Any, cleanup_socket: bool = True, **fields: Any) -> Any:
+        return await super().create_unix_server(*arguments, cleanup_socket=cleanup_socket, **fields)
+
+
+async def serve_and_stop(listening: socket.socket) -> None:
+    lifecycle = Lifecycle()
+    lifecycle.stop(drain=False)
+    await Server(FakeService(lambda error: None), lifecycle).serve(listening)
+
+
+async def serve_carelessly_and_stop(listening: socket.socket) -> None:
+    server = await asyncio.get_running_loop().create_unix_server(asyncio.Protocol, sock=listening)
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.parametrize(("serve", "stays"), [(serve_and_stop, True), (serve_carelessly_and_stop, False)])
+def test_a_managers_path_survives_the_daemons_end_whatever_the_loop_would_do_by_itself(
+    tmp_path: Path, serve: Callable[[socket.socket], Coroutine[Any, Any, None]], stays: bool
+) -> None:
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(tmp_path / "s"))
+    listening.listen()
+    with adopt(listening) as listener, asyncio.Runner(loop_factory=Tidy) as runner:
+        runner.run(serve(listener.socket))
+    assert (tmp_path / "s").exists() is stays
 
 
 def test_closing_removes_the_socket_and_frees_the_path(path: Path) -> None:

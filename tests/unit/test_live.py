@@ -303,6 +303,22 @@ async def test_models_are_listed_loaded_and_unloaded(house: House) -> None:
     assert again.code == "bad_request"
 
 
+async def test_the_default_model_stays_away_once_it_was_unloaded_until_somebody_asks(house: House) -> None:
+    before = house.ask(prompt="the story in", max_tokens=STEPS)
+    await before.end()
+    assert (await house.submit(wire.Ps(id=2)).end()).models[0].pinned
+    assert (await house.submit(wire.Unload(id=3, model="one")).end()).model == "one"
+    house.service._residency.keeper.settle()
+    house.configuration.reload()
+    for asked in (wire.Models(id=4), wire.Status(id=5), wire.Ps(id=6)):
+        await house.submit(asked).end()
+    assert house.service.resident() == house.service._residency.loading == []
+    after = house.ask(prompt="the story in", max_tokens=STEPS)
+    await after.end()
+    assert after.ids == before.ids
+    assert house.service.resident() == ["one"]
+
+
 async def test_a_model_is_not_unloaded_under_its_requests(house: House) -> None:
     asked = house.ask(prompt="the", max_tokens=300)
     await asked.first(wire.Token)

@@ -9,7 +9,8 @@ from mlxbc.cli.options import model_name
 from mlxbc.client import Client
 
 _EPILOG = f"""\
-A model that requests run on is not dropped.
+A model that requests run on is not dropped. One that is dropped comes back
+when it is asked for, the default model too.
 
 examples:
   mlxbc unload smollm2
