@@ -434,8 +434,8 @@ def test_thousands_of_requests_leave_nothing_behind(shared: Daemon, count: int) 
         threads = [threading.Thread(target=flood, args=(count // 4,), daemon=True) for _ in range(4)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        while any(thread.is_alive() for thread in threads):
+            assert answer(shared, priority="interactive") == alone
 
     flood_from_all_sides(max(count // 4, 400))  # caches, pools and the heap have their size after that
     before = resident(shared)
