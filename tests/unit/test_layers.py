@@ -62,7 +62,7 @@ HANDS_OVER: Final = {
 }
 """Commands that are the daemon's own work, done by its package if that is installed."""
 
-AFTER_MLX: Final = {"mlxbcd.serve.caching", "mlxbcd.serve.live", "mlxbcd.serve.generation"}
+AFTER_MLX: Final = {f"mlxbcd.serve.{name}" for name in ("caching", "generation", "live", "output")}
 """The modules of the front that may only be imported once the BLAS is in place. All others know nothing of MLX."""
 
 DECISIONS: Final = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 from mlxbc import wire
@@ -14,16 +13,19 @@ from mlxbcd.engine.engine import Engine, Held
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.events import End
 from mlxbcd.plan.request import Request
-from mlxbcd.plan.resolve import Feature, Plan
+from mlxbcd.plan.resolve import Plan
 from mlxbcd.sampling.sampler import Sample
+from mlxbcd.serve.clock import Clock
 from mlxbcd.serve.contract import Cause
+from mlxbcd.serve.explaining import plan_reply, speculation_reply
+from mlxbcd.serve.output import Output
 from mlxbcd.serve.replies import error_reply
 from mlxbcd.serve.resuming import Book, Recording
-from mlxbcd.spec.statistics import Counts, Statistics, total
+from mlxbcd.spec.statistics import Statistics, total
 from mlxbcd.text.stage import Piece, TextStage
 from mlxbcd.text.tokenizer import Tokenizer
 from mlxbcd.text.tools import ToolCall
-from mlxbcd.trace import Fact, Tracer
+from mlxbcd.trace import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -35,83 +37,6 @@ HANDED_OVER: Final = "resumed"
 """How a generation ends that another request of the same stream goes on with."""
 PROGRESS_S: Final = 0.25
 """Progress frames of one request come no closer than this."""
-
-
-@dataclass(slots=True)
-class Clock:
-    """When a request reached its stages, in seconds of the monotonic clock."""
-
-    arrived: float = field(default_factory=time.monotonic)
-    loaded: float | None = None
-    queued: float | None = None
-    started: float | None = None
-    first: float | None = None
-
-    def follow(self, earlier: Clock) -> None:
-        """Go on from another request's: what it had reached before this one came took this one no time."""
-        self.queued = self.arrived
-        self.started = None if earlier.started is None else max(earlier.started, self.arrived)
-        self.first = None if earlier.first is None else max(earlier.first, self.arrived)
-
-    def timings(self) -> wire.Timings:
-        """Spans in milliseconds; a stage never reached counts nothing."""
-        now = time.monotonic()
-
-        def span(begin: float | None, end: float | None) -> float:
-            return 0.0 if begin is None else round(((now if end is None else end) - begin) * 1e3, 3)
-
-        return wire.Timings(
-            queue=span(self.queued, self.started),
-            load=0.0 if self.loaded is None else span(self.arrived, self.loaded),
-            prefill=span(self.started, self.first),
-            first_token=0.0 if self.first is None else span(self.arrived, self.first),
-            decode=span(self.first, None),
-        )
-
-
-@dataclass(slots=True)
-class _Unsent:
-    """Tokens drawn since the last frame; their text may still be on its way."""
-
-    n: int = 0
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[wire.TokenLogprob] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Output:
-    """One candidate's text.
-
-    Attributes:
-        generated: tokens drawn, forced ones and the end token included.
-        reason: why it ended; None while it runs.
-        speculated: what guessing its tokens has done, as far as it was told.
-    """
-
-    candidate: int
-    stage: TextStage
-    generated: int = 0
-    reason: wire.FinishReason | None = None
-    speculated: Statistics = field(default_factory=Statistics)
-    unsent: _Unsent = field(default_factory=_Unsent)
-    _logprobs: float = 0.0
-    _scored: int = 0
-
-    @property
-    def mean_logprob(self) -> float | None:
-        """Of the tokens since this run began; None if none has a log-probability."""
-        return self._logprobs / self._scored if self._scored else None
-
-    def score(self, logprob: float) -> None:
-        """A token has this log-probability."""
-        self._logprobs += logprob
-        self._scored += 1
-
-    def summary(self) -> wire.Candidate:
-        """What `done` says of it."""
-        return wire.Candidate(
-            self.reason or "cancelled", self.generated, self.stage.hit, self.mean_logprob, self.stage.unparsed
-        )
 
 
 class Generation:
@@ -151,13 +76,9 @@ class Generation:
         self._engine: Engine | None = None
         self._key = 0
         self._tokenizer: Tokenizer | None = None
-        self._outputs: list[_Output] = []
+        self._outputs: list[Output] = []
         self._plan: Plan | None = None
         self._drafters: frozenset[str] = frozenset()
-        self._pieces: list[int] = []
-        self._marks: list[float] = []
-        self._position = 0
-        self._cached = 0
         self._reported = 0.0
         self._deadline: asyncio.TimerHandle | None = None
         if request.deadline_ms is not None:
@@ -184,7 +105,7 @@ class Generation:
         return wire.Usage(
             prompt=self._prompt,
             generated=self.generated,
-            cached=min(self._cached, self._prompt),
+            cached=min(self.clock.cached, self._prompt),
             drafted=speculated.drafted,
             accepted=speculated.accepted,
             forwards=speculated.forwards,
@@ -283,7 +204,6 @@ class Generation:
         except asyncio.CancelledError:
             other.expire()
             raise
-        self._cached = other._cached
         self.clock.follow(other.clock)
         output.generated = other._outputs[0].generated
         engine, key, outcome = other._engine, other._key, other.ended_with
@@ -351,39 +271,21 @@ class Generation:
         """Tell of its stages, if somebody listens."""
         if not tracer.on:
             return
-        clock, now = self.clock, time.monotonic()
         track = self._accepted.stream if self._accepted is not None else f"refused {self.wire.id}"
-        outcome: dict[str, Fact] = {
-            "outcome": self.ended_with or "",
-            "prompt": self._prompt,
-            "generated": self.generated,
-        }
-        tracer.span("request", track, clock.arrived, now, client=self._client, key=self._key, **outcome)
-        stages = (
-            ("load", clock.arrived if clock.loaded is not None else None, clock.loaded),
-            ("prepare", clock.loaded or clock.arrived, clock.queued),
-            ("queue", clock.queued, clock.started),
-            ("prefill", clock.started, clock.first),
-            ("decode", clock.first, now),
+        self.clock.trace(
+            tracer,
+            track,
+            client=self._client,
+            key=self._key,
+            outcome=self.ended_with or "",
+            prompt=self._prompt,
+            generated=self.generated,
         )
-        for name, begin, end in stages:
-            if begin is not None and end is not None:
-                tracer.span(name, track, begin, end)
-        since = clock.started or 0.0
-        for tokens, at in zip(self._pieces, self._marks, strict=True):
-            tracer.span("piece", track, since, at, tokens=tokens)
-            since = at
 
     # -- the engine's listener
 
     def prefilled(self, position: int, total: int) -> None:
-        if self.clock.started is None:
-            self.clock.started = time.monotonic()
-            self._position = self._cached = position
-        if position > self._position:
-            self._pieces.append(position - self._position)
-            self._marks.append(time.monotonic())
-        self._position = position
+        self.clock.read(position)
         if 0 < position < total:
             self.progress("prefill", position, total)
 
@@ -396,9 +298,8 @@ class Generation:
         if eos:
             output.generated += 1
             return
-        if sample.logprob is not None:
-            output.unsent.logprobs.append(self._logprob(sample))
-            output.score(sample.logprob)
+        assert self._tokenizer is not None
+        output.score(sample, self._tokenizer)
         self._draw(output, sample.token)
 
     def speculated(self, statistics: Statistics, candidate: int = 0) -> None:
@@ -425,9 +326,9 @@ class Generation:
         self._tokenizer = tokenizer
         self._plan = plan
         self._drafters = request.drafts
-        self._outputs = [_Output(number, stage, had) for number, stage in enumerate(stages)]
+        self._outputs = [Output(number, stage, had) for number, stage in enumerate(stages)]
 
-    def _replay(self, output: _Output, tokens: Sequence[int]) -> bool:
+    def _replay(self, output: Output, tokens: Sequence[int]) -> bool:
         """Tell tokens that were drawn before; whether it is over with them, or was before."""
         for token in tokens:
             if self.over:
@@ -435,39 +336,23 @@ class Generation:
             self._draw(output, token)
         return self.over
 
-    def _draw(self, output: _Output, token: int) -> None:
+    def _draw(self, output: Output, token: int) -> None:
         """A token that has text is part of an output now."""
-        output.generated += 1
-        output.unsent.n += 1
-        if self.wire.resumable:
-            output.unsent.ids.append(token)
+        output.draw(token, tell=self.wire.resumable)
         if self.recording is not None:
             self.recording.drawn(token)
         self._send(output, output.stage.push(token))
         if output.stage.hit is not None:
             self._end(output, "stop")
 
-    def _send(self, output: _Output, pieces: list[Piece]) -> None:
+    def _send(self, output: Output, pieces: list[Piece]) -> None:
         """One frame per run of text and per call; the tokens and ids since the last frame ride on the first."""
         for channel, piece in pieces:
             self._flush(output, channel, piece)
 
-    def _flush(self, output: _Output, channel: wire.Channel, piece: str | ToolCall) -> None:
-        if self.over:
-            return
-        unsent, output.unsent = output.unsent, _Unsent()
-        self._reply(
-            wire.Token(
-                id=self.wire.id,
-                text=piece if isinstance(piece, str) else "",
-                n=unsent.n,
-                channel=channel,
-                call=_call(piece) if isinstance(piece, ToolCall) else None,
-                candidate=output.candidate,
-                ids=unsent.ids,
-                logprobs=unsent.logprobs,
-            )
-        )
+    def _flush(self, output: Output, channel: wire.Channel, piece: str | ToolCall) -> None:
+        if not self.over:
+            self._reply(output.frame(self.wire.id, channel, piece))
 
     def _finish(self, reason: wire.FinishReason) -> None:
         """End every output that still runs, and with them the request."""
@@ -477,7 +362,7 @@ class Generation:
             self._complete(output, reason)
         self._done(reason)
 
-    def _end(self, output: _Output, reason: wire.FinishReason) -> None:
+    def _end(self, output: Output, reason: wire.FinishReason) -> None:
         """End one output, and the request if it was the last."""
         if self.over or output.reason is not None:
             return
@@ -489,13 +374,13 @@ class Generation:
         elif self._engine is not None:
             self._engine.cancel(self._key, output.candidate, stopped=stopped)
 
-    def _complete(self, output: _Output, reason: wire.FinishReason) -> None:
+    def _complete(self, output: Output, reason: wire.FinishReason) -> None:
         if output.reason is not None:
             return
         output.reason = reason
         # Also when cancelled: what might have become a stop string is plain text now.
         self._send(output, output.stage.finish())
-        if output.unsent.n:
+        if not output.told:
             self._flush(output, "text", "")
 
     def _done(self, reason: wire.FinishReason, stopped: int | None = None) -> None:
@@ -514,7 +399,7 @@ class Generation:
                 mean_logprob=first.mean_logprob if first is not None else None,
                 unparsed=first.unparsed if first is not None else [],
                 candidates=[output.summary() for output in self._outputs] if several else [],
-                plan=plan_reply(self._plan, self._pieces, self._drafters) if self._plan is not None else None,
+                plan=plan_reply(self._plan, self.clock.pieces, self._drafters) if self._plan is not None else None,
                 speculation=speculation_reply(self._speculated()) if self._plan is not None else None,
             )
         )
@@ -537,13 +422,6 @@ class Generation:
             self._preparation.cancel()
         self._forget(self)
 
-    def _logprob(self, sample: Sample) -> wire.TokenLogprob:
-        assert self._tokenizer is not None
-        assert sample.logprob is not None
-        text = self._tokenizer.token_text
-        top = [wire.TopToken(token, text(token), logprob) for token, logprob in sample.top]
-        return wire.TokenLogprob(sample.token, text(sample.token), sample.logprob, top)
-
 
 def _nobody(frame: wire.Reply) -> None:
     """Nobody is told."""
@@ -559,39 +437,3 @@ def _said_all(request: Request) -> bool:
     if not request.forced:
         return False
     return request.forced[-1] in request.eos or (request.constraint is not None and request.constraint().complete)
-
-
-def _call(call: ToolCall) -> wire.ToolCall:
-    return wire.ToolCall(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
-
-
-def speculation_reply(statistics: Statistics) -> wire.Speculation:
-    """What guessing did, as the wire tells it."""
-
-    def guesses(counts: Counts) -> wire.Guesses:
-        lengths = {str(accepted): rounds for accepted, rounds in sorted(counts.lengths.items())}
-        figures = (counts.rounds, counts.drafted, counts.accepted)
-        return wire.Guesses(*figures, list(counts.drafted_at), list(counts.accepted_at), lengths)
-
-    return wire.Speculation(
-        forwards=statistics.forwards,
-        forwards_saved=statistics.forwards_saved,
-        drafts=guesses(statistics.drafts),
-        echo=guesses(statistics.echo),
-        draft_ms=round(statistics.draft_s * 1e3, 3),
-        verify_ms=round(statistics.verify_s * 1e3, 3),
-    )
-
-
-def plan_reply(plan: Plan, chunks: Sequence[int], drafters: Iterable[str]) -> wire.Plan:
-    """A plan as the wire tells it."""
-    why = plan.refusal or plan.placement
-    return wire.Plan(
-        method=plan.method.value,
-        mechanism=plan.mechanism.value,
-        reason=why.text if why is not None else "",
-        on=[feature.value for feature in Feature if plan.has(feature)],
-        off={feature.value: reason.text for feature, reason in plan.off.items()},
-        drafters=sorted(drafters),
-        chunks=list(chunks),
-    )

@@ -39,7 +39,8 @@ from mlxbcd.serve.allowance import Allowance
 from mlxbcd.serve.caching import Caches, expected_s
 from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.contract import Fault, Job, Send, Work
-from mlxbcd.serve.generation import HANDED_OVER, PROGRESS_S, Generation, plan_reply
+from mlxbcd.serve.explaining import plan_reply
+from mlxbcd.serve.generation import HANDED_OVER, PROGRESS_S, Generation
 from mlxbcd.serve.jobs import FinishedJob, TaskJob, internal
 from mlxbcd.serve.manners import Manners
 from mlxbcd.serve.metrics import Metrics
