@@ -1,7 +1,7 @@
 """The real daemon, whose device fails as the text of `MLXBC_TEST_FAULT` says, at a prompt of so many tokens.
 
 `raises 7`, `dies 7` and `hangs 7` do it in the first forward of a prompt of 7 tokens; `slow 7` takes a while for each
-piece and each step from then on.
+piece and each step from then on. `loads 0` never comes to the end of loading a model.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mlxbcd.model.blas import enable
 enable()
 
 from mlxbcd.engine.executor import Executor  # noqa: E402
+from mlxbcd.residency import resident  # noqa: E402
 from mlxbcd.serve import live  # noqa: E402
 from mlxbcd.serve import main as process  # noqa: E402
 
@@ -47,6 +48,12 @@ def iterate(self: Executor, *arguments: Any, **fields: Any) -> Any:
     return _iterate(self, *arguments, **fields)
 
 
+def build(*arguments: Any) -> Any:
+    threading.Event().wait()
+
+
+if WHAT == "loads":
+    resident.build = build
 Executor._advance, Executor.iterate = advance, iterate  # type: ignore[method-assign]
 process.Limits = partial(process.Limits, close_s=0.5)  # type: ignore[assignment,misc]
 live.STUCK_S = live.BUSY_S = 0.3  # type: ignore[misc]

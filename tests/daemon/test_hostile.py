@@ -6,6 +6,8 @@ Each gets the right error, nothing hangs, nobody else's text changes, and what w
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import shutil
 import signal
@@ -18,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from real_daemon import PATIENCE_S, Daemon, Frames, socket_path
 
@@ -175,27 +178,29 @@ def test_a_device_that_hangs_is_told_by_status_at_once_and_does_not_keep_the_dae
 # ------------------------------------------------------------------------------------------------------------- kill
 
 
-def kill_in_load(daemon: Daemon, frames: Frames) -> None:
+def in_load(daemon: Daemon, frames: Frames) -> None:
     frames.say(wire.Load(id=1))
-    assert isinstance(frames.read(), wire.Progress | wire.Loaded)
+    await_status(daemon, lambda report: len(report.loading) == 1)
 
 
-def kill_in_prefill(daemon: Daemon, frames: Frames) -> None:
+def in_prefill(daemon: Daemon, frames: Frames) -> None:
     frames.say(wire.Generate(id=1, prompt=POISON, max_tokens=3))
     assert isinstance(frames.read(), wire.Accepted)
 
 
-def kill_in_decode(daemon: Daemon, frames: Frames) -> None:
+def in_decode(daemon: Daemon, frames: Frames) -> None:
     frames.say(wire.Generate(id=1, prompt=POISON, max_tokens=200))
     while not isinstance(frames.read(), wire.Token):
         pass
 
 
-@pytest.mark.parametrize("moment", [kill_in_load, kill_in_prefill, kill_in_decode])
+@pytest.mark.parametrize(
+    ("moment", "fault"), [(in_load, "loads 0"), (in_prefill, f"slow {len(POISON)}"), (in_decode, f"slow {len(POISON)}")]
+)
 def test_after_kill_9_the_next_daemon_starts_on_the_same_path_and_says_the_same(
-    path: Path, model: Path, moment: Callable[[Daemon, Frames], None]
+    path: Path, model: Path, moment: Callable[[Daemon, Frames], None], fault: str
 ) -> None:
-    with serving(path, model, "--no-preload", fault=f"slow {len(POISON)}") as first:
+    with serving(path, model, "--no-preload", fault=fault) as first:
         with first.frames() as frames:
             moment(first, frames)
             first.popen.kill()
@@ -355,6 +360,29 @@ def test_an_odd_model_is_refused_and_costs_nobody_else_anything(
     assert refused.value.code in ("load_failed", "unknown_model")
     assert answer(shared) == alone
     assert [one.model for one in at_rest(shared).models] == [str(model)]
+
+
+def test_weights_that_make_no_sense_fail_who_asks_for_them_and_nobody_else(
+    shared: Daemon, model: Path, tmp_path: Path
+) -> None:
+    odd = Path(shutil.copytree(model, tmp_path / "odd"))
+    weights = mx.load(str(odd / "model.safetensors"))
+    assert isinstance(weights, dict)
+    mx.save_safetensors(
+        str(odd / "model.safetensors"), {name: mx.full(each.shape, math.nan) for name, each in weights.items()}
+    )
+    alone = answer(shared)
+    with shared.client() as client, client.generate(STORY, temperature=0, max_tokens=300, resumable=True) as beside:
+        ids = [token for event in itertools.islice(beside, 5) if isinstance(event, wire.Token) for token in event.ids]
+        with pytest.raises(DeviceError, match="NaN or infinity"):
+            answer(shared, model=str(odd))
+        while len(ids) < len(alone):
+            event = next(beside)
+            ids += event.ids if isinstance(event, wire.Token) else []
+        assert ids[: len(alone)] == alone
+    with shared.client() as client:
+        client.unload(str(odd))
+    at_rest(shared)
 
 
 @pytest.mark.parametrize(

@@ -614,6 +614,8 @@ async def test_background_requests_that_run_rest_on_battery_and_go_on_to_the_sam
     assert "background requests wait: the machine runs on battery" in status.notes
     await asyncio.gather(*(house.device.run(int) for _ in range(20)))
     assert resting.ids == had, "nothing is computed for it"
+    assert isinstance(await house.ask(id=3, prompt="x", max_tokens=10).end(), wire.Done)
+    assert len(had) < len(resting.ids) < len(whole), "steps that are made for others take it along"
     await supply.change(on_battery=False)
     assert (await resting.end()).reason == "length"
     assert resting.ids == whole
