@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.packing import PackingRanges
 from mlxbcd.residency.learned import Learned, place, recall, remember
+from mlxbcd.spec.costs import VerifyCosts
 
 SECONDS = st.floats(1e-6, 10.0)
 
@@ -46,8 +47,13 @@ def test_what_was_learnt_is_kept_in_a_file_of_the_users_own(tmp_path: Path) -> N
     costs.saw_piece(32, 0, 0.5)
     packing = PackingRanges()
     packing.saw(8, 40, 0.2, 0.25, packed=True)
-    remember(path, Learned(costs, packing))
-    assert recall(path) == Learned(costs, packing)
+    verify = VerifyCosts({1: 0.1, 8: 0.2})
+    verify.saw_plain(4, 0.15)
+    verify.saw_round(4, 8, 0.7)
+    remember(path, Learned(costs, packing, verify))
+    again = recall(path, VerifyCosts({1: 0.1, 8: 0.2}))
+    assert (again.costs, again.packing) == (costs, packing)
+    assert (again.verify.plain(4), again.verify.round(4, 8)) == (0.15, pytest.approx(verify.round(4, 8)))
     assert path.parent.stat().st_mode & 0o077 == 0
     assert list(path.parent.iterdir()) == [path]
 
@@ -76,6 +82,12 @@ def saved(**other: Any) -> str:
         saved(token=None),
         saved(packing={"8/40": {}}),
         saved(packing=[1]),
+        saved(verify=[1]),
+        saved(verify={"plain": 3}),
+        saved(verify={"plain": [[1, -0.1]]}),
+        saved(verify={"rounds": [[0, 4, 0.1]]}),
+        saved(verify={"rounds": [[1, 4]]}),
+        saved(verify={"rounds": [[1, 4, None]]}),
     ],
 )
 def test_what_can_not_be_true_is_not_believed(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,6 +96,36 @@ def test_what_can_not_be_true_is_not_believed(tmp_path: Path, content: str, capl
     with caplog.at_level(logging.WARNING):
         assert recall(path) == Learned()
     assert len(caplog.records) == 1
+
+
+@given(
+    st.dictionaries(st.integers(1, 8), SECONDS, max_size=3),
+    st.dictionaries(st.tuples(st.integers(1, 8), st.integers(2, 32)), SECONDS, max_size=5),
+    st.floats(0.5, 2.0),
+)
+def test_what_rounds_took_comes_back_as_seconds_whatever_the_curve_is_then(
+    plain: dict[int, float], rounds: dict[tuple[int, int], float], faster: float
+) -> None:
+    before = VerifyCosts({1: 0.05, 8: 0.1, 32: 0.4})
+    for rows, seconds in plain.items():
+        before.saw_plain(rows, seconds)
+    for shape, seconds in rounds.items():
+        before.saw_round(*shape, seconds)
+    after = VerifyCosts({1: 0.05 * faster, 8: 0.1 * faster, 32: 0.4 * faster})
+    after.recall(json.loads(json.dumps(before.saved())))
+    assert all(after.plain(rows) == before.plain(rows) for rows in plain)
+    for shape in rounds:
+        assert after.round(*shape) == pytest.approx(before.round(*shape))
+
+
+def test_what_is_seen_wins_over_what_is_recalled() -> None:
+    old, new = VerifyCosts({1: 0.1, 8: 0.2}), VerifyCosts({1: 0.1, 8: 0.2})
+    for costs, seconds in ((old, 0.9), (new, 0.3)):
+        costs.saw_plain(2, seconds)
+        costs.saw_round(2, 4, seconds)
+    expected = new.plain(2), new.round(2, 4)
+    new.recall(old.saved())
+    assert (new.plain(2), new.round(2, 4)) == expected
 
 
 def test_a_place_that_cannot_be_written_loses_only_the_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

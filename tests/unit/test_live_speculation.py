@@ -83,6 +83,25 @@ async def test_the_figures_of_a_request_come_with_explain_and_the_status_sums_th
     assert (status.drafted_tokens, status.accepted_tokens) == (done.usage.drafted, done.usage.accepted)
 
 
+async def test_a_trace_tells_each_round_and_what_came_of_it(house: House) -> None:
+    (letter,) = make_tokenizer().encode("b").ids
+    tracing = house.submit(wire.Trace(id=7))
+    _, _, usage = await answer(house, logit_bias={letter: 100.0})
+    # The answer is over before its last forward is told.
+    await house.empty()
+    tracing.job.cancel()
+    await tracing.end()
+    spans = [span for batch in tracing.of(wire.Spans) for span in batch.spans]
+    rounds = [span.facts for span in spans if span.name == "round"]
+    assert rounds
+    assert all(facts["rows"] == 1 and facts["width"] == 1 + facts["drafted"] for facts in rounds)
+    assert sum(facts["drafted"] for facts in rounds) == usage.drafted  # type: ignore[misc]
+    assert sum(facts["accepted"] for facts in rounds) == usage.accepted  # type: ignore[misc]
+    (request,) = (span.facts for span in spans if span.name == "request")
+    told = {name: request[name] for name in ("forwards", "drafted", "accepted")}
+    assert told == {"forwards": usage.forwards, "drafted": usage.drafted, "accepted": usage.accepted}
+
+
 async def test_an_unknown_drafter_is_refused_by_name(house: House) -> None:
     error = await house.ask(prompt="x", draft="oracle").end()
     assert (error.code, "no such drafter" in error.message) == ("bad_request", True)

@@ -405,9 +405,9 @@ class Engine:
     def _trace(self, began: float, iteration: Iteration, report: Report) -> None:
         """Tell what an iteration did. Its forwards ended one after another, the last of them just now."""
         end = time.monotonic()
-        steps = (*report.steps, *report.rounds)
-        rows = sum(rows for rows, _ in steps)
-        self._tracer.span("iteration", self._track, began, end, steps=len(steps), rows=rows)
+        rows = sum(rows for rows, _ in report.steps) + sum(one.rows for one in report.rounds)
+        forwards = len(report.steps) + len(report.rounds)
+        self._tracer.span("iteration", self._track, began, end, steps=forwards, rows=rows)
         if report.piece is not None and iteration.piece is not None:
             piece, key = report.piece, str(iteration.piece.key)
             begin = end - piece.seconds
@@ -418,14 +418,18 @@ class Engine:
             more: dict[str, int] = {"rows": mixed.rows, "context": mixed.context}
             self._tracer.span("mixed forward", self._track, begin, end, key=key, tokens=tokens, **more)
             end = begin
-        for name, forwards in (("round", report.rounds), ("decode step", report.steps)):
-            for count, seconds in reversed(forwards):
-                self._tracer.span(name, self._track, end - seconds, end, rows=count)
-                end -= seconds
+        for one in reversed(report.rounds):
+            facts = {"rows": one.rows, "width": one.width, "drafted": one.drafted, "accepted": one.accepted}
+            self._tracer.span("round", self._track, end - one.seconds, end, **facts)
+            end -= one.seconds
+        for count, seconds in reversed(report.steps):
+            self._tracer.span("decode step", self._track, end - seconds, end, rows=count)
+            end -= seconds
 
     def _charge(self, bill: _Bill, report: Report) -> None:
         """Put the device's time on the accounts of those it was spent for."""
-        seconds, rows = sum(s for _, s in (*report.steps, *report.rounds)), sum(bill.rows.values())
+        seconds = sum(s for _, s in report.steps) + sum(one.seconds for one in report.rounds)
+        rows = sum(bill.rows.values())
         if report.piece is not None:
             self._pay(bill.piece, report.piece.seconds)
         if report.mixed is not None and report.mixed.packed:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mlxbcd.engine.scheduler import Iteration
-from mlxbcd.methods.events import Emit
+from mlxbcd.methods.events import Emit, Round
 from mlxbcd.plan.request import Request
 from mlxbcd.state.geometry import Key
 
@@ -65,7 +65,7 @@ class Report:
         kv_bytes: bytes of all row states.
         token_bytes: bytes of state per position of its capacity, of the row whose prompt ended in it; 0 if none did.
         active_bytes, cache_bytes: what MLX's allocator says.
-        rounds: as `steps`, of each forward that verified proposals: it was wider than a step.
+        rounds: the forwards that verified proposals.
     """
 
     steps: tuple[tuple[int, float], ...] = ()
@@ -76,7 +76,7 @@ class Report:
     token_bytes: float = 0.0
     active_bytes: int = 0
     cache_bytes: int = 0
-    rounds: tuple[tuple[int, float], ...] = ()
+    rounds: tuple[Round, ...] = ()
 
 
 class Runner(Protocol):

@@ -24,7 +24,7 @@ from types import MappingProxyType
 import mlx.core as mx
 
 from mlxbcd.errors import ServeError
-from mlxbcd.methods.events import Drawn, Emit, End, Event, Failed
+from mlxbcd.methods.events import Drawn, Emit, End, Event, Failed, Round
 from mlxbcd.methods.step import EagerSteps, StepBuilder
 from mlxbcd.model.forward import Forward
 from mlxbcd.plan.request import Request
@@ -165,7 +165,7 @@ class DecodeGroup:
         self._rows: dict[Key, Row] = {}
         self._flight: Flight | None = None
         self._timings: list[tuple[int, float]] = []
-        self._rounds: list[tuple[int, float]] = []
+        self._rounds: list[Round] = []
         self._free_at = 0.0
 
     def __repr__(self) -> str:
@@ -283,8 +283,8 @@ class DecodeGroup:
         timings, self._timings = self._timings, []
         return timings
 
-    def rounds(self) -> list[tuple[int, float]]:
-        """The same of wider forwards, which say nothing about what a step costs."""
+    def rounds(self) -> list[Round]:
+        """Wider forwards since the last call, which say nothing about what a step costs."""
         rounds, self._rounds = self._rounds, []
         return rounds
 

@@ -59,6 +59,22 @@ class Speculated:
 
 
 @dataclass(frozen=True, slots=True)
+class Round:
+    """A forward that verified proposals, and their draws; it was wider than a step.
+
+    Attributes:
+        width: tokens of the widest row's window.
+        drafted, accepted: proposals of all rows, and those that were right.
+    """
+
+    rows: int
+    seconds: float
+    width: int
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A row left with an error; nobody else was touched."""
 

@@ -22,11 +22,11 @@ from typing import Final
 import mlx.core as mx
 
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Flight, Row
-from mlxbcd.methods.events import Drawn, Emit, Event, Speculated
+from mlxbcd.methods.events import Drawn, Emit, Event, Round, Speculated
 from mlxbcd.methods.step import HiddenSteps, StepBuilder
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.sampling.sampler import RowSampler, Sample, sample
-from mlxbcd.spec.accept import accept
+from mlxbcd.spec.accept import Accepted, accept
 from mlxbcd.spec.costs import VerifyCosts
 from mlxbcd.spec.depth import Depth, best_depth, worth_waiting
 from mlxbcd.spec.drafter import LOOKUP, Asked, Companion, Covered, Drafter
@@ -342,17 +342,18 @@ class SpeculativeGroup(DecodeGroup):
         samples = draw.read()
         seconds = time.perf_counter() - began
         self._free_at = time.perf_counter()
-        kept: list[int] = []
+        verdicts: list[Accepted] = []
         covered: list[Covered] = []
         events: list[Event] = []
         for window, tokens in zip(ordered, ids, strict=True):
             own, samples = samples[: len(window.samplers)], samples[len(window.samplers) :]
-            kept.append(self._take(window, own, seconds, events))
-            covered.append(Covered(window.row.key, tokens[: kept[-1]]))
+            verdicts.append(self._take(window, own, seconds, events))
+            covered.append(Covered(window.row.key, tokens[: verdicts[-1].emitted]))
         emit(events)
-        turn.resolve(kept)
+        turn.resolve([verdict.emitted for verdict in verdicts])
         self._costs.saw_round(len(ordered), width, seconds)
-        self._rounds.append((len(ordered), seconds))
+        drafted, accepted = sum(len(one.proposals) for one in ordered), sum(one.accepted for one in verdicts)
+        self._rounds.append(Round(len(ordered), seconds, width, drafted, accepted))
         if self._drafter is not None:
             self._drafter.commit(covered, hidden if self._drafter.reads_hidden else None)
         self._drop([window.row.key for window in ordered if window.row.ended])
@@ -366,8 +367,8 @@ class SpeculativeGroup(DecodeGroup):
             flat = flat[mx.array(index, dtype=mx.int32)]
         return self._forward.head(flat)[:, 0]
 
-    def _take(self, window: _Window, samples: Sequence[Sample], seconds: float, events: list[Event]) -> int:
-        """Let a row take its samples; how many tokens of its window stay."""
+    def _take(self, window: _Window, samples: Sequence[Sample], seconds: float, events: list[Event]) -> Accepted:
+        """Let a row take its samples; which of them it took."""
         row, speculation = window.row, self._speculations[window.row.key]
 
         def ends(i: int) -> bool:
@@ -390,7 +391,7 @@ class SpeculativeGroup(DecodeGroup):
             seen = verdict.emitted if row.ended else drafted
             self._depth.saw(row.key, min(drafted, seen), verdict.accepted)
         events.insert(first, Speculated(row.key, speculation.statistics.copy()))
-        return verdict.emitted
+        return verdict
 
     # -- plain steps
 

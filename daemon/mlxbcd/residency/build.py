@@ -46,6 +46,7 @@ class Built:
         capabilities: what a request's plan may count on.
         features: what is enabled because of the device that computes.
         drafters: names of those that it has.
+        verify: what its rounds cost; None where there are none. The device thread's while anything runs.
         apart: why a decode step and a prompt's piece are never one forward; empty where they may be.
         trimmable: every prefix of a row's state is a row's state.
         files: the directory's files as they were before they were read.
@@ -61,6 +62,7 @@ class Built:
     reason: str
     capabilities: Capabilities
     drafters: tuple[str, ...] = ()
+    verify: VerifyCosts | None = None
     apart: str = ""
     trimmable: bool = True
     features: frozenset[Feature] = frozenset()
@@ -166,6 +168,7 @@ def _assemble(loaded: Loaded, files: Signatures, drafting: Loaded | None) -> Bui
         ),
         features=frozenset({Feature.COMPILED_DECODE} if steps is not None else ()),
         drafters=drafters,
+        verify=verify,
         apart=str(packs),
         trimmable=composition.batches and trimmable(composition.layouts(1)),
         files=files,

@@ -16,6 +16,7 @@ from pathlib import Path
 from mlxbc import paths
 from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.packing import PackingRanges
+from mlxbcd.spec.costs import VerifyCosts
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Learned:
 
     costs: Costs = field(default_factory=Costs)
     packing: PackingRanges = field(default_factory=PackingRanges)
+    verify: VerifyCosts = field(default_factory=VerifyCosts)
 
 
 def place(directory: Path, *circumstances: str) -> Path:
@@ -41,16 +43,24 @@ def place(directory: Path, *circumstances: str) -> Path:
     return paths.cache_dir() / "costs" / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
 
-def recall(path: Path) -> Learned:
-    """What is kept there; nothing learnt if nothing there makes sense."""
+def recall(path: Path, verify: VerifyCosts | None = None) -> Learned:
+    """What is kept there; nothing learnt if nothing there makes sense.
+
+    Args:
+        verify: with the curve that was measured at load; it takes what is kept of verifying.
+    """
+    verify = verify or VerifyCosts()
     try:
         kept = json.loads(path.read_bytes())
-        return Learned(Costs.restored(kept), PackingRanges.restored(kept.get("packing", {})))
+        learned = Learned(Costs.restored(kept), PackingRanges.restored(kept.get("packing", {})), verify)
+        # Last, since it changes what is given only if it believes all of it.
+        verify.recall(kept.get("verify", {}))
+        return learned
     except FileNotFoundError:
-        return Learned()
+        return Learned(verify=verify)
     except (OSError, ValueError) as error:
         log.warning("measured costs are not taken from %s: %s", path.name, error)
-        return Learned()
+        return Learned(verify=verify)
 
 
 def remember(path: Path, learned: Learned) -> None:
@@ -60,7 +70,8 @@ def remember(path: Path, learned: Learned) -> None:
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary.write_text(json.dumps(learned.costs.saved() | {"packing": learned.packing.saved()}))
+        more = {"packing": learned.packing.saved(), "verify": learned.verify.saved()}
+        temporary.write_text(json.dumps(learned.costs.saved() | more))
         temporary.replace(path)
     except OSError as error:
         log.warning("measured costs can't be kept: %s", error)

@@ -30,6 +30,7 @@ from mlxbcd.residency.names import Resolved, resolve
 from mlxbcd.residency.store import check_files
 from mlxbcd.residency.words import Words
 from mlxbcd.sampling.grammar import Vocabulary
+from mlxbcd.spec.costs import VerifyCosts
 from mlxbcd.text.template import ChatTemplate
 from mlxbcd.text.tokenizer import Tokenizer
 from mlxbcd.text.workers import TextWorkers
@@ -290,7 +291,8 @@ class Residency:
     async def _close(self, resident: Resident) -> None:
         await resident.engine.close()
         engine = resident.engine
-        known = learned.Learned(engine.costs, engine.packing or PackingRanges())
+        verify = resident.built.verify or VerifyCosts()
+        known = learned.Learned(engine.costs, engine.packing or PackingRanges(), verify)
         await self._workers.offload(learned.remember, resident.costs_at, known)
         await self._device.run(resident.built.close)
         self.budget.forget(resident.source.path)
@@ -354,7 +356,7 @@ class Residency:
         try:
             words, built = await self._read_into_room(loading)
             kept = learned.place(source.path, built.device, built.dtype)
-            known = await self._workers.offload(learned.recall, kept)
+            known = await self._workers.offload(learned.recall, kept, built.verify)
             engine = Engine(
                 self._device,
                 built.executor,

@@ -272,6 +272,8 @@ class Generation:
         if not tracer.on:
             return
         track = self._accepted.stream if self._accepted is not None else f"refused {self.wire.id}"
+        usage = self.usage
+        guessed = {"forwards": usage.forwards, "drafted": usage.drafted, "accepted": usage.accepted}
         self.clock.trace(
             tracer,
             track,
@@ -280,6 +282,7 @@ class Generation:
             outcome=self.ended_with or "",
             prompt=self._prompt,
             generated=self.generated,
+            **(guessed if usage.drafted else {}),
         )
 
     # -- the engine's listener

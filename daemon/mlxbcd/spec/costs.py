@@ -2,14 +2,16 @@
 
 A *plain step* is one of pipelined decode. A *round* is a forward that somebody waits for, `width` tokens in each row,
 with all the host does around it. Rounds of one row are measured when a model is loaded; what running ones take refines
-that, and says how it is with several rows and longer contexts.
+that, and says how it is with several rows and longer contexts. That is kept from one load to the next.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 _SMOOTHING: Final = 0.2
 _OUTLIER: Final = 3.0
@@ -56,6 +58,31 @@ class VerifyCosts:
             before = self.round(rows, width) / expected
             self._rounds += 1
             self._seen[rows, width] = _Seen(_smoothed(before, seconds / expected), self._rounds)
+
+    def saved(self) -> dict[str, Any]:
+        """What was seen of steps and rounds as plain values, which `recall` takes. The curve is measured anew."""
+        rounds = [[rows, width, self.round(rows, width)] for rows, width in self._seen] if self.known else []
+        return {"plain": [[rows, seconds] for rows, seconds in self.plain_s.items()], "rounds": rounds}
+
+    def recall(self, saved: Mapping[str, Any]) -> None:
+        """Believe what `saved` gave, until it is seen again. What was seen here already stays.
+
+        Raises:
+            ValueError: it is nothing that `saved` gives.
+        """
+        try:
+            plain = {int(rows): float(seconds) for rows, seconds in saved.get("plain", ())}
+            rounds = {(int(rows), int(width)): float(seconds) for rows, width, seconds in saved.get("rounds", ())}
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"these are no costs of verifying: {error}") from error
+        shapes = [*((rows, 1) for rows in plain), *rounds]
+        seconds = [*plain.values(), *rounds.values()]
+        if min(map(min, shapes), default=1) < 1 or not all(0.0 < one < math.inf for one in seconds):
+            raise ValueError("these costs of verifying can't be true")
+        self.plain_s = plain | self.plain_s
+        if self.known:
+            old = {shape: _Seen(one / self._model(*shape), self._rounds) for shape, one in rounds.items()}
+            self._seen = old | self._seen
 
     def plain(self, rows: int) -> float:
         """Expected seconds of a plain step. Needs to be `known`, as all that follows."""
