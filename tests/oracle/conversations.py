@@ -13,6 +13,7 @@ from mlxbcd.cache.disk import Directory
 from mlxbcd.cache.index import Index
 from mlxbcd.cache.service import Lease, PrefixCache, Space
 from mlxbcd.state.composition import Composition
+from mlxbcd.state.geometry import capacity_for
 from mlxbcd.state.rows import COLD, Joiner, Rows, RowState, commit
 from mlxbcd.state.schemes import Quantised
 from oracle.alone import Conversion, Text
@@ -79,7 +80,7 @@ class Conversation:
         ids = tuple(ids)
         lease = self.find(ids[:prompt])
         rows = Rows(self.composition, widest=CHUNK)
-        state = lease.restore(rows.layouts) if lease.length else COLD
+        state = lease.restore(rows.layouts, capacity_for(len(ids))) if lease.length else COLD
         assert state.length == lease.length
         commit(rows.prepare(join=[Joiner("row", state, len(ids))]))
         mx.eval([layout.arrays() for layout in rows.layouts])

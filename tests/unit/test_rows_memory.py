@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from toy_rows import BYTES_PER_TOKEN, DIM, HEADS, composition, forward, live_arrays, prepared
 
+from mlxbcd.cache.service import PrefixCache
 from mlxbcd.state import geometry
 from mlxbcd.state.composition import Composition
 from mlxbcd.state.geometry import Key
@@ -95,6 +96,39 @@ def test_joining_a_free_slot_allocates_no_more_than_the_joiner() -> None:
         settle(rows)
 
     assert peak_above_active(join) <= 1.05 * state.nbytes
+
+
+def test_a_row_that_is_alone_takes_its_buffers_along() -> None:
+    made = composition("full", "full")
+    second = Rows(made, widest=1)
+
+    def move(first: Rows) -> None:
+        commit(second.prepare(join=[Joiner(0, first.read(0), 4097)]))
+        settle(second)
+
+    left = [filled(made, {0: 4096})]
+    assert peak_above_active(lambda: move(left[0])) <= 4096
+    left.clear()
+    assert peak_above_active(lambda: forward(second)) <= 0.05 * second.nbytes, "nobody else holds them"
+
+
+def test_a_row_that_is_restored_costs_its_buffers_once() -> None:
+    made, length = composition("full", "full"), 4000
+    rows, capacity = Rows(made), geometry.capacity_for(length + 1)
+    cache = PrefixCache(1 << 30)
+    space = cache.space("model", trimmable=True)
+    space.publish(range(length), length, rows.layouts, random_state(made, length), disk=False)
+    lease = space.take(range(length + 1))
+
+    def restore() -> None:
+        state = lease.restore(rows.layouts, capacity)
+        commit(rows.prepare(join=[Joiner(0, state, length + 1)]))
+        settle(rows)
+
+    assert peak_above_active(restore) <= 1.01 * capacity * len(made.kinds) * BYTES_PER_TOKEN
+    assert lease.length == rows.lengths[0] == length
+    lease.release()
+    cache.close()
 
 
 def test_joining_a_small_class_leaves_the_large_ones_alone() -> None:

@@ -20,7 +20,7 @@ from mlxbcd.state.nested import Nest, NestedLayout
 from mlxbcd.state.recurrent import Recurrence
 from mlxbcd.state.rows import RowState
 from mlxbcd.state.schemes import Plain, Quantised, Scheme
-from mlxbcd.state.store import Prefix
+from mlxbcd.state.store import Prefix, Store
 
 _DTYPES: Final[Mapping[mx.Dtype, str]] = {getattr(mx, "bool_" if name == "bool" else name): name for name in NUMPY}
 
@@ -77,16 +77,26 @@ def anchor(layouts: Sequence[Layout], state: RowState) -> Payload:
 
 
 def restore(
-    layouts: Sequence[Layout], blocks: Sequence[Payload], anchored: Payload | None, length: int, converted_at: int
+    layouts: Sequence[Layout],
+    blocks: Sequence[Payload],
+    anchored: Payload | None,
+    length: int,
+    converted_at: int,
+    capacity: int = 0,
 ) -> RowState:
     """A row's state of `length` tokens, from the blocks that cover them in order, and the anchor at its end.
+
+    Args:
+        capacity: positions of the class that the row will be in. Where nobody else is in it, the row moves in without
+            another copy.
 
     Raises:
         ValueError: the pieces are not of such a row.
     """
     found: dict[tuple[int, ...], Any] = {}
+    scratch: dict[tuple[Any, ...], Array] = {}
     for leaves in zip(*(piece.leaves for piece in blocks), strict=True):
-        found[leaves[0].path] = _positions(leaves, blocks, length)
+        found[leaves[0].path] = _positions(leaves, blocks, length, max(capacity, length), scratch)
     for leaf in anchored.leaves if anchored is not None else ():
         assert anchored is not None
         arrays = [None if part is None else _unpack(part.dtype, anchored.array(part)) for part in leaf.parts]
@@ -100,12 +110,21 @@ def restore(
     return RowState(length, layers, converted_at)
 
 
-def _positions(leaves: Sequence[Leaf], blocks: Sequence[Payload], length: int) -> Prefix:
-    """One leaf's keys and values, put together by the host: one copy per piece at the speed of memory."""
-    parts = []
+def _positions(
+    leaves: Sequence[Leaf], blocks: Sequence[Payload], length: int, capacity: int, scratch: dict[tuple[Any, ...], Array]
+) -> Prefix:
+    """One leaf's keys and values, put together by the host.
+
+    Args:
+        scratch: where they are put together, by shape and type. The next leaf finds it in the processor's cache, so
+            what remains is to read the pieces once and to write memory once; positions past `length` stay zeros.
+    """
+    buffers = []
     for i, first in enumerate(leaves[0].parts):
         assert first is not None
-        whole: Array = np.empty((*first.shape[:2], length, *first.shape[3:]), NUMPY[first.dtype])
+        shape = (*first.shape[:2], capacity, *first.shape[3:])
+        if (whole := scratch.get((first.dtype, shape))) is None:
+            whole = scratch[first.dtype, shape] = np.zeros(shape, NUMPY[first.dtype])
         at = 0
         for leaf, piece in zip(leaves, blocks, strict=True):
             part = leaf.parts[i]
@@ -117,8 +136,8 @@ def _positions(leaves: Sequence[Leaf], blocks: Sequence[Payload], length: int) -
             at += n
         if at != length:
             raise ValueError(f"pieces of {at} tokens for a state of {length}")
-        parts.append(_unpack(first.dtype, whole))
-    return Prefix(tuple(parts), 0, _of(leaves[0].scheme))
+        buffers.append(_unpack(first.dtype, whole))
+    return Store(buffers, capacity, _of(leaves[0].scheme)).read(0, 0, length)
 
 
 def _layer(layout: Layout, path: tuple[int, ...], found: dict[tuple[int, ...], Any]) -> Any:

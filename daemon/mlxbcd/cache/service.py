@@ -92,8 +92,8 @@ class Lease:
         """Tokens it covers."""
         return self.match.length
 
-    def restore(self, layouts: Sequence[Layout]) -> RowState:
-        """The state, as copies of its own. On the device thread.
+    def restore(self, layouts: Sequence[Layout], capacity: int = 0) -> RowState:
+        """The state, as copies of its own, with room for `capacity` positions. On the device thread.
 
         Raises:
             ValueError: it is not of a row with these layouts.
@@ -103,7 +103,7 @@ class Lease:
         path = self.match.node.path
         blocks = [node.payload for node in path if not node.anchor]
         anchor = path[-1].payload if path[-1].anchor else None
-        return portable.restore(layouts, blocks, anchor, self.length, self.match.node.converted_at)
+        return portable.restore(layouts, blocks, anchor, self.length, self.match.node.converted_at, capacity)
 
     def release(self) -> None:
         """Let it go."""

@@ -15,7 +15,7 @@ from mlxbcd.errors import outline
 from mlxbcd.methods.autoregressive import Row
 from mlxbcd.plan.request import Keep, Request
 from mlxbcd.plan.snapshots import LEAST
-from mlxbcd.state.geometry import Key
+from mlxbcd.state.geometry import Key, capacity_for
 from mlxbcd.state.rows import COLD, Joiner, Rows, commit
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Reuse:
             lease = self.space.take(tokens, request.caching.session)
             try:
                 if lease.length:
-                    state = lease.restore(rows.layouts)
+                    state = lease.restore(rows.layouts, capacity_for(len(tokens)))
                     commit(rows.prepare(join=[Joiner(key, state, len(tokens))]))
                     mx.eval([layout.arrays() for layout in rows.layouts])
                     return lease.length

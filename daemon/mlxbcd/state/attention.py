@@ -130,10 +130,18 @@ class AttentionLayout:
             prefix = joiners.get(move.key)
             if move.source is not None:
                 prefix = self.extract(move.key, move.source, lengths[move.key])
-            if prefix is not None:
-                prepared.moved.append((move, prefix.convert(self._scheme_of(move.target.group))))
+            if prefix is None:
+                continue
+            group = move.target.group
+            prefix = prefix.convert(self._scheme_of(group))
+            if prefix.roomy is not None and self._may_take(prefix.roomy, group, change.slots[group]):
+                prepared.fresh[group] = prefix.roomy.alias()
+            else:
+                prepared.moved.append((move, prefix))
         for group, slots in change.slots.items():
             present = self.stores.get(group)
+            if group in prepared.fresh:
+                continue
             if present is None:
                 prepared.fresh[group] = self._empty(heads, group, slots)
             elif present.slots != slots:
@@ -165,6 +173,11 @@ class AttentionLayout:
         store = self.stores.get(place.group)
         if store is not None:
             store.scrub(place.slot)
+
+    def _may_take(self, store: Store, group: Class, slots: int) -> bool:
+        """Whether a row's own store is all that this class needs."""
+        alone = group not in self.stores and slots == store.slots == 1
+        return alone and store.ring == self.ring(group) and store.scheme == self._scheme_of(group)
 
     def _scheme_of(self, group: Class) -> Scheme:
         return self._scheme if group.quantised else Plain()

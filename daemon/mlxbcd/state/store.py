@@ -33,11 +33,17 @@ class Heads:
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """One row's newest keys and values up to its length, in order: parts [1, heads, n, …], the first of them the row's
-    position `start`. Plain attention keeps all positions (`start` 0), a window its last ones."""
+    position `start`. Plain attention keeps all positions (`start` 0), a window its last ones.
+
+    Attributes:
+        roomy: a store of one slot with the row in it, of which `parts` are views. A layer whose store would be exactly
+            such a one takes it as it is, instead of a copy.
+    """
 
     parts: Parts
     start: int
     scheme: Scheme
+    roomy: Store | None = None
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -100,6 +106,10 @@ class Store:
         """A store like this one whose buffers are the next of `arrays`."""
         return Store([next(arrays) for _ in self.parts], self.ring, self.scheme)
 
+    def alias(self) -> Store:
+        """The same buffers under arrays of its own: whichever is written first while both are alive is copied."""
+        return Store([mx.reshape(part, part.shape) for part in self.parts], self.ring, self.scheme)
+
     def resized(self, slots: int) -> Store:
         """A copy with another number of slots, not yet evaluated."""
         shared = min(slots, self.slots)
@@ -143,7 +153,7 @@ class Store:
                 parts.append(row[:, :, first : first + end - begin])
             else:
                 parts.append(mx.concatenate([row[:, :, first:], row[:, :, :past]], axis=2))
-        return Prefix(tuple(parts), begin, self.scheme)
+        return Prefix(tuple(parts), begin, self.scheme, self if self.slots == 1 else None)
 
     def put(self, slot: int, prefix: Prefix) -> None:
         """Write a row's prefix into a slot, in place."""
