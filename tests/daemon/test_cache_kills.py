@@ -1,7 +1,7 @@
 """Real daemons that are killed, or whose disk is full, while they serve: what is served stays right.
 
-Requests are normal ones, so states are written beside running rows, a little at a time. Each prompt is asked twice, with
-the cache and without, and both must say the same as far as they get.
+Requests are normal ones, so states are written beside running rows, a little at a time. Each prompt is asked twice,
+with the cache and without, and both must say the same as far as they get.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from real_daemon import PATIENCE_S, Daemon, Frames, ask, daemon, socket_path, to
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
-from tiny_directory import write_model  # noqa: E402
+from tiny_directory import write_model
 
-from mlxbc import wire  # noqa: E402
+from mlxbc import wire
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits what a process may write as Linux does")
 

@@ -89,7 +89,7 @@ class Conversation:
         logits, at = [], state.length
         ends = sorted({n for n in (*range(CHUNK, prompt, CHUNK), *stops, prompt) if at < n <= prompt})
         for end in (*ends, *range(prompt + 1, len(ids) + 1)):
-            logits.append(self._advance(rows, ids[at:end]))
+            logits.append(self.advance(rows, ids[at:end]))
             at = end
             if at in stops or at == len(ids):
                 self.publish(rows, ids)
@@ -99,11 +99,13 @@ class Conversation:
         return state.length
 
     def publish(self, rows: Rows, ids: Sequence[int]) -> None:
+        """Store the state that the only row has now."""
         length = rows.lengths["row"]
         if length:
             self.space.publish(ids, length, rows.layouts, rows.read("row"), disk=True)
 
-    def _advance(self, rows: Rows, ids: Sequence[int]) -> mx.array:
+    def advance(self, rows: Rows, ids: Sequence[int]) -> mx.array:
+        """Process tokens of the only row; their logits, [n, vocabulary]."""
         turn = rows.begin(len(ids))
         with turn.forward() as caches:
             hidden = self.family.forward.hidden(mx.array([ids]), caches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 import pytest
@@ -11,14 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxbcd.cache.index import Why
-from mlxbcd.state.composition import KvScheme
-from mlxbcd.state.rows import Joiner, Rows, commit
+from mlxbcd.model.forward import Forward
+from mlxbcd.model.load import load as load_model
+from mlxbcd.state.composition import KvScheme, inspect
+from mlxbcd.state.geometry import capacity_for
+from mlxbcd.state.rows import COLD, Joiner, Rows, commit
 from mlxbcd.state.schemes import Quantised
 from oracle import coverage
-from oracle.alone import texts
-from oracle.conversations import Conversation, caching, restored_state, settled, space_of
+from oracle.alone import LENGTH, texts
+from oracle.conversations import CHUNK, Conversation, caching, restored_state, settled, space_of
 from oracle.crowd import Crowd, Newcomer, Saved
-from oracle.families import FAMILIES, VOCABULARY, load
+from oracle.families import FAMILIES, VOCABULARY, Family, load
 from oracle.probes import PASS
 
 TABLE = coverage.read()
@@ -106,24 +110,35 @@ def test_restored_running_and_cold_rows_share_a_batch(name: str, tmp_path: Path)
 
 
 trees = st.lists(
-    st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(1, 9), st.integers(0, 6)), min_size=2, max_size=6
+    st.tuples(
+        st.integers(0, 5),
+        st.integers(0, 40),
+        st.integers(1, 9),
+        st.integers(0, 6),
+        st.sampled_from([0, 0, 5_000, 1 << 30]),
+    ),
+    min_size=2,
+    max_size=6,
 )
-"""Requests: the earlier one it branches from, after how many of its tokens, tokens that follow, tokens generated."""
+"""Requests: the earlier one it branches from, after how many of its tokens, tokens that follow, tokens generated, and
+bytes that go from RAM before it, which leaves them on the disk alone."""
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 @given(trees)
 @settings(max_examples=5, deadline=None, derandomize=True)
 def test_random_conversation_trees_give_the_logits_of_cold_runs(
-    name: str, requests: list[tuple[int, int, int, int]]
+    name: str, requests: list[tuple[int, int, int, int, int]]
 ) -> None:
     family = load(name)
     rng = random.Random(str(requests))
-    with caching() as cache:
-        talk = Conversation(family, space_of(cache, family.composition))
+    with TemporaryDirectory() as directory, caching(Path(directory)) as cache:
+        talk = Conversation(family, space_of(cache, family.composition), read=True)
         told: list[list[int]] = [[]]
         published: set[tuple[int, ...]] = set()
-        for parent, after, more, generated in requests:
+        for parent, after, more, generated, shed in requests:
+            settled(cache)
+            cache.shed(shed)
             kept = told[parent % len(told)][:after]
             prompt = kept + [rng.randrange(VOCABULARY) for _ in range(more)]
             ids = prompt + [rng.randrange(VOCABULARY) for _ in range(generated)]
@@ -136,6 +151,53 @@ def test_random_conversation_trees_give_the_logits_of_cold_runs(
             assert restored == max(usable, default=0)
             published |= {tuple(prompt[:-1]), tuple(ids)}
             told.append(ids)
+
+
+@pytest.fixture(scope="module")
+def real(model_directory: Path) -> Family:
+    """The default model, as it is served."""
+    model = load_model(model_directory).model
+    return Family("default", model, Forward(model), inspect(model, "llama"))
+
+
+@pytest.mark.model
+def test_every_boundary_of_the_real_model_gives_the_logits_of_a_cold_run(real: Family, tmp_path: Path) -> None:
+    ids = ids_of("real", LENGTH)
+    branch = [*ids[:20], *ids_of("branch", 12)]
+    with caching(tmp_path) as cache:
+        talk = Conversation(real, space_of(cache, real.composition))
+        assert talk.request(ids[:30], 21) == 0
+        assert talk.request(ids, 40) == 30, "the finished generation is extended"
+        assert talk.request(ids[:40], 40) == 39, "a repeat is all but its last token"
+        assert talk.request(branch, 30) == 20, "a branch inside a block"
+    with caching(tmp_path) as cache:
+        talk = Conversation(real, space_of(cache, real.composition), read=True)
+        assert talk.request(ids, 40) == 39, "after a restart"
+        assert talk.request([*branch[:25], 2, 3], 27) == 25
+
+
+@pytest.mark.model
+def test_quantised_rows_of_the_real_model_go_on_as_if_they_had_never_been_away(real: Family, tmp_path: Path) -> None:
+    """Over 30 layers of rounded values no two ways to cut a text into forwards agree, so both cut it alike."""
+    ids = ids_of("real", 40)
+    composition = inspect(real.model, "llama", kv=QUANTISED)
+    rows = Rows(composition, widest=CHUNK)
+    with caching(tmp_path) as cache:
+        talk = Conversation(real, space_of(cache, composition), composition=composition)
+        commit(rows.prepare(join=[Joiner("row", COLD, 40)]))
+        for begin in range(0, 32, CHUNK):
+            talk.advance(rows, ids[begin : begin + CHUNK])
+        talk.publish(rows, tuple(ids))
+        wanted = talk.advance(rows, ids[32:])
+    with caching(tmp_path) as cache:
+        talk = Conversation(real, space_of(cache, composition), composition=composition, read=True)
+        lease = talk.find(ids)
+        state = lease.restore(rows.layouts, capacity_for(40))
+        lease.release()
+        assert (state.length, state.converted_at) == (32, 16)
+        again = Rows(composition, widest=CHUNK)
+        commit(again.prepare(join=[Joiner("row", state, 40)]))
+        assert mx.allclose(talk.advance(again, ids[32:]), wanted, atol=1e-6).item()
 
 
 def test_an_entry_serves_two_requests_at_once_and_is_as_it_was_afterwards(tmp_path: Path) -> None:
