@@ -19,8 +19,8 @@ enable()
 
 from mlxbcd.engine.executor import Executor  # noqa: E402
 from mlxbcd.residency import resident  # noqa: E402
-from mlxbcd.serve import live  # noqa: E402
 from mlxbcd.serve import main as process  # noqa: E402
+from mlxbcd.serve import standing  # noqa: E402
 
 WHAT, LENGTH = os.environ.pop("MLXBC_TEST_FAULT").split()
 SLOW_S = 0.05
@@ -56,7 +56,7 @@ if WHAT == "loads":
     resident.build = build
 Executor._advance, Executor.iterate = advance, iterate  # type: ignore[method-assign]
 process.Limits = partial(process.Limits, close_s=0.5)  # type: ignore[assignment,misc]
-live.STUCK_S = live.BUSY_S = 0.3  # type: ignore[misc]
+standing.STUCK_S = standing.BUSY_S = 0.3  # type: ignore[misc]
 
 
 if __name__ == "__main__":

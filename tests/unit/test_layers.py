@@ -62,7 +62,9 @@ HANDS_OVER: Final = {
 }
 """Commands that are the daemon's own work, done by its package if that is installed."""
 
-AFTER_MLX: Final = {f"mlxbcd.serve.{name}" for name in ("caching", "generation", "live", "output")}
+AFTER_MLX: Final = {
+    f"mlxbcd.serve.{name}" for name in ("caching", "errands", "generation", "live", "output", "preparing", "standing")
+}
 """The modules of the front that may only be imported once the BLAS is in place. All others know nothing of MLX."""
 
 DECISIONS: Final = {

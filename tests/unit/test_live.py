@@ -472,7 +472,8 @@ async def test_an_unknown_model_is_told_by_name(house: House) -> None:
 async def test_what_does_not_fit_the_context_is_refused_with_both_numbers(house: House) -> None:
     error = await house.ask(prompt="x" * (CONTEXT + 1)).end()
     assert error.code == "context_too_long"
-    assert error.data == {"prompt": CONTEXT + 1, "context": CONTEXT}
+    assert (error.data["prompt"], error.data["context"]) == (CONTEXT + 1, CONTEXT)
+    assert error.data["fields"] == [], "no field would make it fit"
     assert not error.retryable
 
 

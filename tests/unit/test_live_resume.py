@@ -113,10 +113,10 @@ async def test_one_that_ends_without_its_client_is_held_for_it(model: Path, tmp_
         asked.job.cancel("disconnected")
         while house.service._open:
             await asyncio.sleep(0)
-        served = house.service._served
+        served = house.service._standing.served
         taken = await rest(house, model, stream_of(asked), alone.ids[:3])
         assert alone.ids[:3] + taken.ids == alone.ids
-        assert house.service._served == served + 1
+        assert house.service._standing.served == served + 1
         engine = next(iter(house.service._residency.models.values())).engine
         assert engine.running == 0
 

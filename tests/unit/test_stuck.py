@@ -13,7 +13,7 @@ from mlxbcd.config.sources import fixed
 from mlxbcd.device import Device
 from mlxbcd.model.blas import BlasReport
 from mlxbcd.residency.resident import Residency
-from mlxbcd.serve import live
+from mlxbcd.serve import standing
 from mlxbcd.serve.configuration import Configuration
 from mlxbcd.serve.live import LiveService
 
@@ -32,7 +32,7 @@ async def service() -> AsyncIterator[LiveService]:
     await service.close()
 
 
-@pytest.mark.parametrize(("busy_s", "stuck"), [(0.0, False), (live.STUCK_S, False), (live.STUCK_S + 1, True)])
+@pytest.mark.parametrize(("busy_s", "stuck"), [(0.0, False), (standing.STUCK_S, False), (standing.STUCK_S + 1, True)])
 async def test_a_device_hangs_that_has_been_at_one_step_for_long(
     service: LiveService, monkeypatch: pytest.MonkeyPatch, busy_s: float, stuck: bool
 ) -> None:
@@ -41,6 +41,6 @@ async def test_a_device_hangs_that_has_been_at_one_step_for_long(
 
 
 async def test_loading_may_take_as_long_as_it_takes(service: LiveService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Device, "busy_s", 10 * live.STUCK_S)
+    monkeypatch.setattr(Device, "busy_s", 10 * standing.STUCK_S)
     monkeypatch.setattr(Residency, "loading", ["a large model"])
     assert not service.stuck
