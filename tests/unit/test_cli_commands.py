@@ -138,6 +138,8 @@ def report(session: Session, **fields: object) -> None:
         "footprint": 1_500_000_000,
         "footprint_measure": "rss",
         "models": [PROCESS],
+        "drafted_tokens": 40,
+        "accepted_tokens": 30,
     }
     session.send(wire.StatusReport(id=request.id, **{**usual, **fields}))  # type: ignore[arg-type]
 
@@ -152,7 +154,7 @@ def test_status_tells_a_person_how_the_daemon_is(path: Path, output: Output) -> 
         "memory    900 MB of 6.0 GB for models, 1.5 GB in all (rss)",
         "models    smollm2",
         "requests  2 running, 3 queued, 4 served, 5 failed",
-        "tokens    600 generated",
+        "tokens    600 generated, 30 of 40 guesses right",
         "clients   1 connected",
         "note      the BLAS is slow",
     ]
@@ -172,9 +174,9 @@ def test_status_tells_a_program_everything(path: Path, output: Output) -> None:
 
 def test_ps_is_a_table(path: Path, output: Output) -> None:
     busy = msgspec.structs.replace(
-        PROCESS, model="org/mamba", running=1, placement="alone", reason="recurrent", expires_s=5.4
+        PROCESS, model="org/mamba", running=1, placement="alone", reason="windows", expires_s=5.4
     )
-    pinned = msgspec.structs.replace(PROCESS, pinned=True)
+    pinned = msgspec.structs.replace(PROCESS, pinned=True, draft="a")
 
     def script(session: Session) -> None:
         session.send(wire.ProcessList(id=session.receive(wire.Ps).id, models=[pinned, busy]))
@@ -183,9 +185,9 @@ def test_ps_is_a_table(path: Path, output: Output) -> None:
         assert cli.main(["ps"]) == 0
     shown, _ = output()
     assert shown.splitlines() == [
-        "NAME       SIZE     DTYPE    KV      CONTEXT  RUNNING  QUEUED  IDLE        UNTIL   BATCHING",
-        "smollm2    90.0 MB  float32  1.5 kB  8192     0        2       1 min 15 s  pinned  together",
-        "org/mamba  90.0 MB  float32  1.5 kB  8192     1        2       -           in 5 s  one at a time (recurrent)",
+        "NAME         SIZE     DTYPE    KV      CONTEXT  RUNNING  QUEUED  IDLE        UNTIL   BATCHING",
+        "smollm2 + a  90.0 MB  float32  1.5 kB  8192     0        2       1 min 15 s  pinned  together",
+        "org/mamba    90.0 MB  float32  1.5 kB  8192     1        2       -           in 5 s  one at a time (windows)",
     ]
 
 

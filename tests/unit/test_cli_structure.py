@@ -77,7 +77,7 @@ def test_explain_asks_about_the_same_files_and_form(path: Path, tmp_path: Path) 
     def explaining(session: Session) -> None:
         request = session.receive(wire.Explain)
         asked.append(request)
-        plan = wire.Plan(method="autoregressive", mechanism="continuous")
+        plan = wire.Plan("speculative", "continuous", on=["drafts"], drafters=["lookup", "model"])
         told = wire.Explained(id=request.id, model="tiny", prompt=8, context=99, priority="normal", plan=plan)
         session.send(told)
 
@@ -88,6 +88,7 @@ def test_explain_asks_about_the_same_files_and_form(path: Path, tmp_path: Path) 
         arguments = ("--schema", str(tmp_path / "s.json"), "--tools", str(tmp_path / "t.json"))
         ended = command_line.run(path, "explain", "-f", str(tmp_path / "f.py"), *arguments, "Why?")
     assert ended.returncode == 0
+    assert [b"drafts", b"yes:", b"lookup,", b"model"] in [line.split() for line in ended.stdout.splitlines()]
     (request,) = asked
     assert request.schema == {"type": "object"}
     assert [tool.function.name for tool in request.tools] == ["f"]

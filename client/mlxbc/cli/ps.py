@@ -9,7 +9,7 @@ import msgspec
 
 from mlxbc import wire
 from mlxbc.cli import exits
-from mlxbc.cli.table import duration, size, table
+from mlxbc.cli.table import duration, size, table, titled
 from mlxbc.client import Client
 
 _EPILOG = f"""\
@@ -57,7 +57,7 @@ def _until(process: wire.Process) -> str:
 def _row(process: wire.Process) -> tuple[str, ...]:
     together = "together" if process.placement == "continuous" else "one at a time"
     return (
-        f"{process.model} + {process.draft}" if process.draft else process.model,
+        titled(process),
         size(process.bytes),
         process.dtype,
         size(process.kv_bytes),

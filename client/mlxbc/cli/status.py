@@ -9,7 +9,7 @@ import msgspec
 
 from mlxbc import __version__, wire
 from mlxbc.cli import exits
-from mlxbc.cli.table import duration, size
+from mlxbc.cli.table import duration, size, titled
 from mlxbc.client import Client
 
 _EPILOG = f"""\
@@ -50,14 +50,15 @@ def _memory(report: wire.StatusReport) -> str:
 
 
 def _text(report: wire.StatusReport) -> str:
-    resident = ", ".join(model.model for model in report.models) or "none"
+    resident = ", ".join(map(titled, report.models)) or "none"
+    guesses = f", {report.accepted_tokens} of {report.drafted_tokens} guesses right" if report.drafted_tokens else ""
     lines = [
         f"{report.state}, pid {report.pid}, version {report.version}, up {duration(report.uptime_s)}",
         f"device    {report.device}, {size(report.memory_active)} in use, {size(report.memory_cache)} spare",
         f"memory    {_memory(report)}",
         f"models    {resident}",
         f"requests  {report.running} running, {report.queued} queued, {report.served} served, {report.failed} failed",
-        f"tokens    {report.generated_tokens} generated",
+        f"tokens    {report.generated_tokens} generated{guesses}",
         f"clients   {report.connections} connected",
         *(f"note      {note}" for note in report.notes),
     ]

@@ -1,8 +1,10 @@
-"""Owns figures and tables for people: sizes, durations, aligned columns."""
+"""Owns figures and tables for people: sizes, durations, names of models, aligned columns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from mlxbc import wire
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -34,3 +36,8 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def titled(process: wire.Process) -> str:
+    """A resident model's name, with that of the one which drafts for it."""
+    return f"{process.model} + {process.draft}" if process.draft else process.model
