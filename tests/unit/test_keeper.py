@@ -280,6 +280,8 @@ async def test_an_idle_model_goes_for_a_request_that_needs_its_room_and_a_runnin
     one, two, _ = sources
     await answer(residency, one)  # what a token's state takes is known from now on
     listener, key = await hold(residency, one)
+    while not listener.tokens:  # until it has begun, it claims nothing
+        await asyncio.sleep(0)
     claimed = residency.models[one.path].engine.claimed
     assert claimed > 0
     residency.budget.limit = 2 * size + claimed // 2
@@ -288,6 +290,8 @@ async def test_an_idle_model_goes_for_a_request_that_needs_its_room_and_a_runnin
         await asyncio.sleep(0)
     assert not loading.done(), "the room is promised"
     residency.models[one.path].engine.cancel(key)
+    while residency.budget.held(one.path, "kv"):  # it may have grown into all of it
+        await asyncio.sleep(0)
     residency.keeper.settle()
     await loading
     await answer(residency, one)
