@@ -1,7 +1,8 @@
 """Over the whole zoo: what a request draws does not depend on who shares its forwards, or on how its prompt was cut.
 
 Random programs drive the executor as the scheduler may: requests come and are cancelled whenever they like, pieces have
-any width up to the next planned end, steps come between them or don't. Each row is held to a run of its own.
+any width up to the next planned end, alone or with those of others, steps come between them, in the same forward, or
+don't. Each row is held to a run of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,8 +21,10 @@ import pytest
 from mlxbcd.engine.executor import Executor
 from mlxbcd.engine.runner import Leaving
 from mlxbcd.methods.autoregressive import Ahead
+from mlxbcd.model.packed import Packer
 from mlxbcd.plan.request import Request, Sampling
 from mlxbcd.sampling.noise import gumbel, key
+from mlxbcd.state import packing
 from oracle import coverage
 from oracle.agreement import Tally
 from oracle.families import FAMILIES, VOCABULARY, Family, load, small_classes
@@ -34,6 +38,8 @@ CHUNK = 12
 """Planned ends are multiples of this: three windows of eight positions wrap within a few chunks."""
 _MOST_ROWS = 6
 _REQUESTS = 10
+_COMING = 3
+"""Requests that may come at once."""
 BATCHED = [name for name in FAMILIES if coverage.read()[name]["batch"] == PASS]
 
 
@@ -56,16 +62,21 @@ class Progress:
 
 @dataclass
 class Program:
-    """Runs requests through one executor in an order that follows from a seed."""
+    """Runs requests through one executor in an order that follows from a seed.
+
+    Attributes:
+        together: pieces may share forwards with each other and with steps.
+    """
 
     family: Family
     seed: int
     ahead: Ahead
+    together: bool
     tally: Tally = field(default_factory=Tally)
 
     def run(self) -> None:
         choose = random.Random(self.seed)
-        driver = Driver(executor(self.family, self.ahead))
+        driver = Driver(executor(self.family, self.ahead, packer(self.family.name) if self.together else None))
         coming = [a_request(choose) for _ in range(_REQUESTS)]
         under_way: dict[int, Progress] = {}
         for number in range(10_000):
@@ -73,24 +84,37 @@ class Program:
             preparing = {row: one for row, one in under_way.items() if one.left and not one.cancelled}
             if not coming and not running and not preparing:
                 break
-            start, leave, piece = [], [], None
+            start, leave = [], []
+            pieces: list[tuple[int, int, bool]] = []
             if coming and len(running) + len(preparing) < _MOST_ROWS and choose.random() < 0.5:
-                request = coming.pop()
-                under_way[number] = preparing[number] = Progress(request)
-                start.append((number, request))
+                for row in range(_COMING * number, _COMING * number + choose.randint(1, min(_COMING, len(coming)))):
+                    request = coming.pop()
+                    under_way[row] = preparing[row] = Progress(request)
+                    start.append((row, request))
             if preparing and (start or choose.random() < 0.7):
                 # A request that starts is one whose piece comes now.
-                chosen = number if start else choose.choice(sorted(preparing))
-                width = choose.randint(1, preparing[chosen].to_planned_end)
-                piece = (chosen, width, width == preparing[chosen].to_planned_end)
-                preparing[chosen].position += width
-            if choose.random() < 0.08 and (candidates := sorted(running | (preparing.keys() - {number}))):
+                chosen = [row for row, _ in start] or [choose.choice(sorted(preparing))]
+                if self.together and choose.random() < 0.5:
+                    others = sorted(preparing.keys() - {*chosen})
+                    chosen += choose.sample(others, choose.randint(0, len(others)))
+                for row in chosen:
+                    width = choose.randint(1, preparing[row].to_planned_end)
+                    pieces.append((row, width, width == preparing[row].to_planned_end))
+                    preparing[row].position += width
+            came = {row for row, _ in start}
+            if choose.random() < 0.08 and (candidates := sorted(running | (preparing.keys() - came))):
                 gone = choose.choice(candidates)
                 under_way[gone].cancelled = True
                 leave.append(Leaving(gone))
-                if piece is not None and piece[0] == gone:
-                    piece = None
-            driver.step(decode=choose.random() < 0.8 or piece is None, piece=piece, start=start, leave=leave)
+                pieces = [piece for piece in pieces if piece[0] != gone]
+            driver.step(
+                decode=choose.random() < 0.8 or not pieces,
+                piece=pieces[0] if pieces else None,
+                beside=pieces[1:],
+                packed=self.together and choose.random() < 0.5,
+                start=start,
+                leave=leave,
+            )
         for row, one in under_way.items():
             self.check(f"{self.family.name}/{self.seed}/{row}", one, driver.tokens(row), driver.ends(row))
 
@@ -102,9 +126,18 @@ class Program:
         self.tally.compare(name, drawn, alone[: len(drawn)], lambda: scores(self.family, one.request, drawn))
 
 
-def executor(family: Family, ahead: Ahead = Ahead.BUILD) -> Executor:
+def executor(family: Family, ahead: Ahead = Ahead.BUILD, packer: Packer | None = None) -> Executor:
     vocabulary = family.forward.head(family.forward.hidden(mx.array([[0]]), family.composition.make_stock())).shape[-1]
-    return Executor(family.forward, family.composition, vocabulary, ahead)
+    return Executor(family.forward, family.composition, vocabulary, ahead, packer=packer)
+
+
+@cache
+def packer(name: str) -> Packer:
+    """What runs a family's packed forwards: all that batch have one."""
+    family = load(name)
+    found = packing.inspect(family.forward, family.composition)
+    assert found.packer is not None, str(found)
+    return found.packer
 
 
 def a_request(choose: random.Random) -> Request:
@@ -152,7 +185,7 @@ def run_programs(name: str, seeds: range) -> Tally:
     tally = Tally()
     with small_classes():
         for seed in seeds:
-            program = Program(load(name), seed, list(Ahead)[seed % 2])
+            program = Program(load(name), seed, list(Ahead)[seed % 2], together=seed // 2 % 2 == 0)
             program.run()
             tally.add(program.tally)
     return tally

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxbcd.engine.cohorts import Cohorts
 from mlxbcd.engine.costs import Costs
-from mlxbcd.engine.scheduler import Iteration, Piece, Policy, Running, State, Waiting, decide
+from mlxbcd.engine.scheduler import MOST_TOGETHER, Iteration, Piece, Policy, Running, State, Waiting, _class, decide
 from mlxbcd.plan.request import Priority
 
 steady = settings(derandomize=True, deadline=None)
@@ -59,6 +61,10 @@ def measured_costs(draw: st.DrawFn) -> Costs:
     return costs
 
 
+some_cohorts = st.none() | st.builds(
+    Cohorts.restored, st.dictionaries(st.sampled_from(["8", "64", "512"]), st.floats(0.1, 3.0))
+)
+
 policies = st.builds(
     Policy,
     max_rows=st.integers(1, 32),
@@ -75,7 +81,7 @@ def may_run(row: Waiting | Running, policy: Policy) -> bool:
 
 
 @steady
-@given(waiting_rows(), running_rows, SECONDS, services, st.integers(0, 9), measured_costs(), policies)
+@given(waiting_rows(), running_rows, SECONDS, services, st.integers(0, 9), measured_costs(), policies, some_cohorts)
 def test_each_decision_keeps_the_rules(
     rows: tuple[Waiting, ...],
     running: tuple[Running, ...],
@@ -84,8 +90,9 @@ def test_each_decision_keeps_the_rules(
     pieces: int,
     costs: Costs,
     policy: Policy,
+    cohorts: Cohorts | None,
 ) -> None:
-    iteration = decide(State(rows, running, now, now - 0.5, served, pieces), costs, policy)
+    iteration = decide(State(rows, running, now, now - 0.5, served, pieces), costs, policy, cohorts)
     active = [*running, *(row for row in rows if row.started)]
     assert not iteration.decode or running
     if running and not iteration.decode:
@@ -98,17 +105,30 @@ def test_each_decision_keeps_the_rules(
         if iteration.empty:
             assert not any(may_run(row, policy) for row in (*rows, *running)), "nobody waits for who rests"
         return
-    piece, (row,) = iteration.piece, [row for row in rows if row.key == iteration.piece.key]
-    if not row.started and active:
-        assert sum(other.rows for other in active) + row.rows <= policy.max_rows
-        assert policy.bytes_limit is None or sum(other.bytes for other in active) + row.bytes <= policy.bytes_limit
-    assert row.started or may_run(row, policy)
-    end = row.position + piece.width
-    ends = {*range(policy.planned_chunk, row.total, policy.planned_chunk), *row.ends, row.total}
-    next_planned_end = min(planned for planned in ends if planned > row.position)
-    assert piece.width >= 1
-    assert end <= next_planned_end
-    assert piece.ends == (end == next_planned_end)
+    of = {row.key: row for row in rows}
+    chosen = [of[piece.key] for piece in iteration.pieces]
+    assert len({row.key for row in chosen}) == len(chosen) <= MOST_TOGETHER
+    for row in chosen:
+        if not row.started and active:
+            assert sum(other.rows for other in active) + row.rows <= policy.max_rows
+            assert policy.bytes_limit is None or sum(other.bytes for other in active) + row.bytes <= policy.bytes_limit
+        if not row.started:
+            active.append(row)
+        assert row.started or may_run(row, policy)
+    for piece, row in zip(iteration.pieces, chosen, strict=True):
+        end = row.position + piece.width
+        ends = {*range(policy.planned_chunk, row.total, policy.planned_chunk), *row.ends, row.total}
+        next_planned_end = min(planned for planned in ends if planned > row.position)
+        assert piece.width >= 1
+        assert end <= next_planned_end
+        assert piece.ends == (end == next_planned_end)
+    if iteration.beside:
+        assert all(piece.ends for piece in iteration.pieces)
+        assert {_class(row, now, policy) <= _class(chosen[0], now, policy) for row in chosen} == {True}
+        together = [(piece.width, row.position) for piece, row in zip(iteration.pieces, chosen, strict=True)]
+        apart = sum(costs.piece(*part) for part in together)
+        assert cohorts is not None
+        assert cohorts.expected(together, costs) <= 0.5 * (apart + costs.piece(*together[0]))
 
 
 @steady
@@ -171,8 +191,9 @@ TOKEN_S = 0.001
 class Machine:
     """Carries out what is decided, at known costs, and keeps the time and the accounts as the engine does."""
 
-    def __init__(self, jobs: list[Job], policy: Policy) -> None:
+    def __init__(self, jobs: list[Job], policy: Policy, *, together: bool = True) -> None:
         self.jobs = jobs
+        self.cohorts = Cohorts() if together else None
         self.policy = policy
         self.costs = Costs()
         self.now = 0.0
@@ -187,19 +208,19 @@ class Machine:
     def run(self, until: float = float("inf")) -> None:
         while not all(job.over for job in self.jobs) and self.now < until:
             state = self.state()
-            iteration = decide(state, self.costs, self.policy)
+            iteration = decide(state, self.costs, self.policy, self.cohorts)
             self.log.append(iteration)
             if iteration.empty:
                 self.now = min(job.arrives for job in self.jobs if job.arrives > self.now)
                 continue
-            if iteration.piece is not None:
-                self.jobs[iteration.piece.key].started = True  # type: ignore[call-overload]
+            for piece in iteration.pieces:
+                self.jobs[piece.key].started = True  # type: ignore[call-overload]
             self.rows_at_once.append(sum(job.started and not job.over for job in self.jobs))
             began = self.now
             if iteration.decode:
                 self.decode()
-            if iteration.piece is not None:
-                self.prefill(iteration.piece)
+            if iteration.pieces:
+                self.prefill(iteration.pieces)
             if any(row.priority is not Priority.BACKGROUND for row in state.running):
                 self.gaps.append((began, self.now - began))
 
@@ -226,19 +247,24 @@ class Machine:
             job.drawn += 1
             job.over = job.drawn >= job.generate
 
-    def prefill(self, piece: Piece) -> None:
-        job = self.jobs[piece.key]  # type: ignore[call-overload]
-        seconds = STEP_S + piece.width * (TOKEN_S + 2e-6 * job.position)
+    def prefill(self, pieces: Sequence[Piece]) -> None:
+        jobs = [self.jobs[piece.key] for piece in pieces]  # type: ignore[call-overload]
+        parts = [(piece.width, job.position) for piece, job in zip(pieces, jobs, strict=True)]
+        seconds = STEP_S + sum(width * (TOKEN_S + 2e-6 * context) for width, context in parts)
         self.now += seconds
         self.pieces += 1
-        self.served[job.client] += seconds
-        self.costs.saw_piece(piece.width, job.position, seconds)
-        job.position += piece.width
-        if piece.ends:
-            self.ends[piece.key].append(job.position)  # type: ignore[index]
-        if job.position == job.prompt:
-            job.first, job.drawn = self.now, 1
-            job.over = job.drawn >= job.generate
+        if self.cohorts is not None:
+            self.cohorts.saw(parts, seconds, self.costs)
+        if len(parts) == 1:
+            self.costs.saw_piece(*parts[0], seconds)
+        for piece, job in zip(pieces, jobs, strict=True):
+            self.served[job.client] += seconds * piece.width / sum(width for width, _ in parts)
+            job.position += piece.width
+            if piece.ends:
+                self.ends[piece.key].append(job.position)  # type: ignore[index]
+            if job.position == job.prompt:
+                job.first, job.drawn = self.now, 1
+                job.over = job.drawn >= job.generate
 
 
 jobs = st.lists(
@@ -317,8 +343,8 @@ def test_equal_clients_get_equal_service_however_many_streams_one_has(
     streams: int, prompt: int, generate: int, skew: int
 ) -> None:
     """Both always have work: one as single requests in a row of two, the other with any number at once."""
-    agent = [Job(0.01 * i, prompt, generate, client="agent") for i in range(max(streams, 4) * 20)]
-    editor = [Job(0.01 * i, prompt + skew, generate, client="editor") for i in range(400)]
+    agent = [Job(0.01 * i, prompt, generate, client="agent") for i in range(max(streams, 10) * 8)]
+    editor = [Job(0.01 * i, prompt + skew, generate, client="editor") for i in range(150)]
     machine = Machine([*agent, *editor], Policy(max_rows=16, starving_s=1e9, aging_s=1e9))
     horizon = 0.0
     while horizon < 60.0 and all(any(job.first is None for job in side) for side in (agent, editor)):
@@ -345,3 +371,20 @@ def test_a_keystroke_waits_for_one_piece_whatever_the_background_has_running(
     piece, step = busy.policy.max_piece_s, STEP_S + ROW_S * streams
     # The iteration that runs when it arrives, and at most one step for each second that its own prompt takes.
     assert took[1] <= took[0] + piece + STEP_S + step * (2 + int(took[0] / busy.policy.background_gap_s))
+
+
+@settings(steady, max_examples=30)
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=10), st.integers(0, 3))
+def test_short_prompts_that_come_at_once_wait_no_longer_together(prompts: list[int], running: int) -> None:
+    """And rarely as long: what is saved is a forward for each that comes along."""
+    warm = [Job(0.0, 512, 2), *(Job(0.0, 8, 10_000) for _ in range(running))]
+    at_once = [Job(10.0, prompt, 1) for prompt in prompts]
+    waited = []
+    for together in (True, False):
+        machine = Machine([replace(job) for job in (*warm, *at_once)], Policy(), together=together)
+        machine.run(until=60.0)
+        firsts = [job.first for job in machine.jobs[len(warm) :]]
+        waited.append(sum(first - 10.0 for first in firsts if first is not None))
+        assert None not in firsts
+        assert any(iteration.beside for iteration in machine.log if machine.cohorts is not None) or not together
+    assert waited[0] <= waited[1] + STEP_S

@@ -82,10 +82,11 @@ class FakeRunner:
             for key in sorted(self.decoding, key=repr):
                 self.tell(key, emit)
         cost = mixed = None
-        piece = iteration.piece
-        if piece is not None and piece.key in self.rows:
+        pieces = [piece for piece in iteration.pieces if piece.key in self.rows]
+        if pieces:
+            cost = PieceCost.of(tuple((piece.width, self.rows[piece.key].position) for piece in pieces), 0.001)
+        for piece in pieces:
             row = self.rows[piece.key]
-            cost = PieceCost(piece.width, row.position, 0.001)
             row.position += piece.width
             emit([Prefilled(piece.key, row.position)])
             if row.position == len(row.request.prompt):
@@ -93,7 +94,7 @@ class FakeRunner:
                 self.tell(piece.key, emit)
         if steps and cost is not None:
             seconds = self.packed_s if iteration.packed else 0.002
-            mixed = MixedCost(steps[0][0], cost.width, cost.context, seconds, iteration.packed, comparable=True)
+            mixed = MixedCost(steps[0][0], cost, seconds, iteration.packed, comparable=True)
             if iteration.packed:
                 steps, cost = (), None
         return Report(steps, cost, mixed, running=tuple(self.decoding), kv_bytes=len(self.rows))

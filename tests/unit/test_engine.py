@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,11 +14,11 @@ from fake_runner import Bench, Heard, Recorder, make_request, running
 from mlxbcd.engine.engine import Activity, _Bill
 from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.packing import PackingRanges
-from mlxbcd.engine.runner import MixedCost, Report
+from mlxbcd.engine.runner import MixedCost, PieceCost, Report
 from mlxbcd.engine.scheduler import Iteration, Policy
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.events import Failed
-from mlxbcd.plan.request import Priority
+from mlxbcd.plan.request import Priority, Request
 
 
 async def test_a_request_hears_its_prefill_its_tokens_and_its_end() -> None:
@@ -354,7 +354,37 @@ async def test_costs_are_learnt_from_reports() -> None:
         assert bench.engine.costs.step(1) == 0.001
 
 
+async def test_short_prompts_that_come_at_once_share_forwards_once_costs_are_known() -> None:
+    async with running(packing=PackingRanges()) as bench:
+        for _ in range(2):
+            await heard(bench, [make_request(prompt=40, max_tokens=3)])
+        before = len(bench.runner.iterations)
+        listeners = await heard(bench, [make_request(prompt=3, first=100 * i) for i in range(20)])
+        assert [listener.tokens for listener in listeners] == [[100 * i, 100 * i + 1, 100 * i + 2] for i in range(20)]
+        pieces = [len(iteration.pieces) for iteration in bench.runner.iterations[before:] if iteration.pieces]
+        assert pieces == [16, 4]
+        assert bench.engine.cohorts.saved()
+
+
+async def test_prompts_of_a_model_that_can_not_pack_share_nothing() -> None:
+    async with running() as bench:
+        for _ in range(2):
+            await heard(bench, [make_request(prompt=40, max_tokens=3)])
+        await heard(bench, [make_request(prompt=3) for _ in range(20)])
+        assert not any(iteration.beside for iteration in bench.runner.iterations)
+
+
 # -- helpers
+
+
+async def heard(bench: Bench, requests: Sequence[Request]) -> list[Recorder]:
+    """Submit requests at once, and wait until all are over."""
+    listeners = [Recorder() for _ in requests]
+    for request, listener in zip(requests, listeners, strict=True):
+        bench.engine.submit(request, listener)
+    for listener in listeners:
+        await listener.over.wait()
+    return listeners
 
 
 async def mixes(bench: Bench, prompts: int = 200) -> list[Iteration]:
@@ -362,8 +392,8 @@ async def mixes(bench: Bench, prompts: int = 200) -> list[Iteration]:
     bench.engine.submit(make_request(max_tokens=100_000), Recorder())
     listeners = [Recorder() for _ in range(prompts)]
     for listener in listeners:
+        # One after the other, or they would come along with each other.
         bench.engine.submit(make_request(prompt=8, max_tokens=1), listener)
-    for listener in listeners:
         await listener.over.wait()
     return [iteration for iteration in bench.runner.iterations if iteration.decode and iteration.piece is not None]
 
@@ -389,9 +419,13 @@ async def test_the_time_of_a_packed_forward_is_charged_by_what_its_parts_are_exp
         for _ in range(9):
             bench.engine.costs.saw_step(2, 0.002)
             bench.engine.costs.saw_piece(8, 0, 0.006)
-        bill = _Bill("prompt", {"one": 1, "other": 1})
-        bench.engine._charge(bill, Report(mixed=MixedCost(2, 8, 0, 0.004, packed=True, comparable=True)))
-        assert bench.engine._served == pytest.approx({"prompt": 0.003, "one": 0.0005, "other": 0.0005})
+        bill = _Bill({"prompt": 6, "shorter": 2}, {"one": 1, "other": 1})
+        bench.engine._charge(
+            bill, Report(mixed=MixedCost(2, PieceCost(8, 0, 0.0), 0.004, packed=True, comparable=True))
+        )
+        assert bench.engine._served == pytest.approx(
+            {"prompt": 0.00225, "shorter": 0.00075, "one": 0.0005, "other": 0.0005}
+        )
 
 
 def hold(bench: Bench) -> tuple[threading.Event, threading.Event]:

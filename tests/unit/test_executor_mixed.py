@@ -13,6 +13,7 @@ import pytest
 from test_executor import BOTH, MIXED, prompt
 from tiny import Driver, make_executor, make_request, oracle
 
+from mlxbcd.engine import executor
 from mlxbcd.engine.executor import Executor
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup
 from mlxbcd.methods.events import Failed
@@ -110,7 +111,7 @@ def test_a_packed_forward_is_reported_as_one_and_not_as_a_step_or_a_piece() -> N
     assert report.steps == ()
     mixed = report.mixed
     assert mixed is not None
-    assert (mixed.rows, mixed.width, mixed.context, mixed.packed, mixed.comparable) == (1, 8, 4, True, True)
+    assert (mixed.rows, mixed.piece.rows, mixed.packed, mixed.comparable) == (1, ((8, 4),), True, True)
     assert mixed.seconds > 0
 
 
@@ -279,3 +280,81 @@ def test_no_array_of_a_packed_forward_outlives_its_iteration() -> None:
     before = live(driver.executor)
     driver.iterate(piece=("coming", 8), packed=True)
     assert live(driver.executor) <= before + 2
+
+
+# -- several prompts in one forward
+
+
+@BOTH
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_rows_whose_prompts_share_forwards_draw_what_they_draw_alone(name: str, packed: bool, ahead: Ahead) -> None:
+    driver = Driver(make_executor(name, ahead=ahead, packs=True))
+    driver.prefill("running", RUNNING)
+    driver.iterate()
+    for first in range(0, len(MIXED), 3):
+        group = dict(enumerate(MIXED[first : first + 3], first))
+        left = {key: len(request.prompt) for key, request in group.items()}
+        start = list(group.items())
+        while left:
+            widths = {key: min(5 + 3 * key, tokens) for key, tokens in left.items()}
+            report = driver.iterate(
+                piece=next(iter(widths.items())), beside=[*widths.items()][1:], start=start, packed=packed
+            )
+            left = {key: tokens - widths[key] for key, tokens in left.items() if tokens > widths[key]}
+            start = []
+            cost = report.piece or (report.mixed.piece if report.mixed is not None else None)
+            assert cost is not None
+            assert [width for width, _ in cost.rows] == list(widths.values())
+    driver.finish()
+    assert driver.tokens("running") == oracle(RUNNING, name)
+    for key, request in enumerate(MIXED):
+        assert driver.tokens(key) == oracle(request, name)
+
+
+def coming_together(driver: Driver, **how: Any) -> None:
+    """Two prompts begin in one forward, beside a row that decodes."""
+    requests = [("one", make_request(prompt(61, 10), 4)), ("other", make_request(prompt(62, 7), 4))]
+    driver.iterate(piece=("one", 10), beside=[("other", 7)], start=requests, **how)
+
+
+def test_a_prompt_that_can_not_begin_leaves_the_forward_to_the_others(broken: Callable[[type, str], None]) -> None:
+    driver = running()
+    broken(Rows, "begin")
+    coming_together(driver, decode=False)
+    assert codes(driver) == {"one": "device_error"}
+    driver.finish()
+    assert driver.tokens("other") == oracle(make_request(prompt(62, 7), 4))
+
+
+def test_a_first_token_that_can_not_be_drawn_is_that_rows_failure_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = executor.sample
+
+    def once(*args: Any) -> Any:
+        monkeypatch.setattr(executor, "sample", plain)
+        raise RuntimeError("broken for once")
+
+    driver = running()
+    monkeypatch.setattr(executor, "sample", once)
+    coming_together(driver, packed=True)
+    assert codes(driver) == {"one": "device_error"}
+    driver.iterate(piece=("coming", 36))
+    driver.finish()
+    assert driver.tokens("other") == oracle(make_request(prompt(62, 7), 4))
+    assert driver.tokens("running") == oracle(RUNNING)
+    assert driver.tokens("coming") == oracle(COMING)
+
+
+@pytest.mark.parametrize(("packed", "lost"), [(False, {"one", "other"}), (True, {"one", "other", "running"})])
+def test_a_shared_forward_that_can_not_be_built_fails_all_that_share_it(
+    broken: Callable[[type, str], None], packed: bool, lost: set[str]
+) -> None:
+    driver = running()
+    broken(Packer, "run")
+    coming_together(driver, packed=packed)
+    assert codes(driver) == dict.fromkeys(lost, "device_error")
+    driver.iterate(piece=("coming", 36))
+    driver.finish()
+    assert driver.tokens("coming") == oracle(COMING)
+    if not packed:
+        assert driver.tokens("running") == oracle(RUNNING)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxbcd.engine.cohorts import Cohorts
 from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.packing import PackingRanges
 from mlxbcd.residency.learned import Learned, place, recall, remember
@@ -47,12 +48,15 @@ def test_what_was_learnt_is_kept_in_a_file_of_the_users_own(tmp_path: Path) -> N
     costs.saw_piece(32, 0, 0.5)
     packing = PackingRanges()
     packing.saw(8, 40, 0.2, 0.25, packed=True)
+    cohorts = Cohorts()
+    cohorts.saw([(8, 0), (4, 20)], 0.3, costs)
     verify = VerifyCosts({1: 0.1, 8: 0.2})
     verify.saw_plain(4, 0.15)
     verify.saw_round(4, 8, 0.7)
-    remember(path, Learned(costs, packing, verify))
+    remember(path, Learned(costs, packing, cohorts, verify))
     again = recall(path, VerifyCosts({1: 0.1, 8: 0.2}))
     assert (again.costs, again.packing) == (costs, packing)
+    assert again.cohorts.saved() == cohorts.saved() != {}
     assert (again.verify.plain(4), again.verify.round(4, 8)) == (0.15, pytest.approx(verify.round(4, 8)))
     assert path.parent.stat().st_mode & 0o077 == 0
     assert list(path.parent.iterdir()) == [path]
@@ -88,6 +92,10 @@ def saved(**other: Any) -> str:
         saved(verify={"rounds": [[0, 4, 0.1]]}),
         saved(verify={"rounds": [[1, 4]]}),
         saved(verify={"rounds": [[1, 4, None]]}),
+        saved(cohorts=[1]),
+        saved(cohorts={"8": 0}),
+        saved(cohorts={"8": "nan"}),
+        saved(cohorts={"-8": 1.0}),
     ],
 )
 def test_what_can_not_be_true_is_not_believed(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:

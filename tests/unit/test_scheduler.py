@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from mlxbcd.engine.cohorts import Cohorts
 from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.scheduler import (
+    MOST_TOGETHER,
     Iteration,
     Phase,
     Piece,
@@ -212,6 +214,41 @@ def test_a_gap_that_was_set_overrides_the_measured_one(deep: int) -> None:
 
     assert width(0.0) == 4, "late anyway, and three more cost little"
     assert width(0.03) < width(None) <= width(0.2)
+
+
+def measured(step: float = 0.03, token: float = 0.001) -> Costs:
+    costs = Costs()
+    costs.saw_step(1, step)
+    costs.saw_piece(512, 0, step + 512 * token)
+    return costs
+
+
+def together(
+    *rows: Waiting, policy: Policy | None = None, running: int = 0, costs: Costs | None = None
+) -> list[object]:
+    state = State(rows, (Running(rows=running),) if running else (), 1.0)
+    return [piece.key for piece in decide(state, costs or measured(), policy or Policy(), Cohorts()).pieces]
+
+
+def test_rows_with_little_left_come_along_with_one_whose_prompt_ends() -> None:
+    short = [waits(name, 10 + i, since=0.1 * i) for i, name in enumerate("abc")]
+    assert together(*short) == ["a", "b", "c"]
+    assert together(*short, waits("tail", 900, position=880)) == ["a", "b", "c", "tail"]
+    assert together(short[0], waits("long", 400)) == ["a"], "its tokens cost more than a forward of its own does"
+    assert together(waits("long", 400), waits("longer", 500)) == ["long"]
+    assert together(*short, costs=Costs()) == ["a"], "nothing was measured"
+    assert decide(State(tuple(short), (), 1.0), measured(), Policy()).beside == (), "nothing can share a forward"
+
+
+def test_who_comes_along_keeps_to_the_gap_the_places_and_the_class() -> None:
+    short = [waits(name, 10, since=0.1 * i) for i, name in enumerate("abcdef")]
+    assert together(*short, running=1, policy=Policy(decode_gap_s=0.1)) == ["a", "b", "c"]
+    assert together(*short, policy=Policy(max_rows=2)) == ["a", "b"]
+    later = waits("later", 10, priority=BACKGROUND)
+    assert together(*short[:2], later, policy=Policy(max_rows=4)) == ["a", "b"]
+    assert together(waits("typed", 10, priority=INTERACTIVE), *short[:2]) == ["typed"]
+    many = [waits(str(i), 2, since=i / 100) for i in range(40)]
+    assert together(*many, policy=Policy(max_rows=64)) == [str(i) for i in range(MOST_TOGETHER)]
 
 
 def test_a_forward_beside_a_piece_has_what_the_piece_leaves_of_the_gap() -> None:

@@ -152,10 +152,12 @@ class Driver:
         leave: Sequence[Key | Leaving] = (),
         packed: bool = False,
         step_s: float = math.inf,
+        beside: Sequence[tuple[Key, int]] = (),
     ) -> Report:
         planned = Piece(*piece, ends=True) if piece is not None else None
+        others = tuple(Piece(*other, ends=True) for other in beside)
         parting = [each if isinstance(each, Leaving) else Leaving(each) for each in leave]
-        iteration = Iteration(decode, planned, packed=packed, step_s=step_s)
+        iteration = Iteration(decode, planned, packed=packed, step_s=step_s, beside=others)
         self.report = self.executor.iterate(iteration, start, parting, self.events.extend)
         return self.report
 
@@ -166,10 +168,13 @@ class Driver:
         piece: tuple[Key, int, bool] | None,
         start: Sequence[tuple[Key, Request]],
         leave: Sequence[Leaving],
+        beside: Sequence[tuple[Key, int, bool]] = (),
+        packed: bool = False,
     ) -> Report:
         """One iteration, all of it said: a piece is (key, width, whether it is up to a planned end)."""
         planned = None if piece is None else Piece(*piece)
-        self.report = self.executor.iterate(Iteration(decode, planned), start, leave, self.events.extend)
+        iteration = Iteration(decode, planned, packed=packed, beside=tuple(Piece(*other) for other in beside))
+        self.report = self.executor.iterate(iteration, start, leave, self.events.extend)
         return self.report
 
     def prefill(self, key: Key, request: Request, widths: Sequence[int] = (), *, decode: bool = True) -> None:

@@ -83,7 +83,7 @@ class Costs:
 
     def saw_piece(self, width: int, context: int, seconds: float) -> None:
         """A prefill forward of `width` tokens that follow `context` others took this long."""
-        middle, per_token = context + width / 2, max(seconds - self._fixed, 0.0) / width
+        middle, per_token = context + width / 2, max(seconds - self.fixed, 0.0) / width
         if self.widest:
             per_token = min(per_token, _OUTLIER * self.token_s.at(middle))
         self.token_s.see(middle, per_token, width)
@@ -97,12 +97,7 @@ class Costs:
 
     def piece(self, width: int, context: int) -> float:
         """Expected seconds of a piece; 0 before any has been seen."""
-        return self._fixed + width * self.token_s.at(context + width / 2) if self.widest else 0.0
-
-    def mixed(self, rows: int, width: int, context: int) -> float:
-        """Expected seconds of a decode step and a piece, one after the other; 0 before both kinds have been seen."""
-        known = self.step_s and self.widest
-        return self.step(rows) + self.piece(width, context) if known else 0.0
+        return self.fixed + width * self.token_s.at(context + width / 2) if self.widest else 0.0
 
     def width(self, budget_s: float, context: int) -> int:
         """The widest piece expected to end within the budget.
@@ -157,5 +152,6 @@ class Costs:
         return cls(steps, line, widest)
 
     @property
-    def _fixed(self) -> float:
+    def fixed(self) -> float:
+        """Seconds of a forward however few its tokens: those of the smallest step seen."""
         return min(self.step_s.values(), default=0.0)

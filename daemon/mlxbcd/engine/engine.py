@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Final, Protocol, cast
 
 from mlxbcd.device import Device
+from mlxbcd.engine.cohorts import Cohorts, Part
 from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.packing import PackingRanges
@@ -132,9 +133,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Bill:
-    """Who an iteration's time is for: the client of its piece, and the clients of the rows that decode."""
+    """Who an iteration's time is for: the clients of its pieces, by their tokens, and those of the rows that decode."""
 
-    piece: str
+    pieces: dict[str, int]
     rows: dict[str, int]
 
 
@@ -148,6 +149,7 @@ class Engine:
         on_fault: told once when the device can't be trusted any more; every request has failed by then.
         costs: what an earlier engine has learnt about this model on this machine.
         packing: where it has found packed forwards to pay; None where there can't be any.
+        cohorts: what it has found forwards of several prompts to cost.
         shed: asked to let go of this many bytes that no row needs, before a request has to wait for them.
         tracer: told what it does, under this `name`.
 
@@ -155,6 +157,7 @@ class Engine:
         active: told whenever what it does changes.
         costs: what the scheduler has learnt about this machine.
         packing: where a decode step and a piece run as one forward; None where they can't.
+        cohorts: where pieces of several rows do, if they can.
         report: the newest iteration's.
         last_active: when it ended, in seconds of the monotonic clock.
     """
@@ -168,12 +171,14 @@ class Engine:
         *,
         costs: Costs | None = None,
         packing: PackingRanges | None = None,
+        cohorts: Cohorts | None = None,
         shed: Callable[[int], None] = lambda wanted: None,
         tracer: Tracer | None = None,
         name: str = "",
     ) -> None:
         self.costs = costs or Costs()
         self.packing = packing
+        self.cohorts = cohorts or Cohorts()
         self.report = Report()
         self.last_active = time.monotonic()
         self._policy = policy
@@ -350,25 +355,33 @@ class Engine:
                 at = (entry.position, entry.total, entry.since, entry.started)
                 waiting.append(Waiting(entry.key, *at, priority, entry.client, rows, need, ends))
         state = State(tuple(waiting), tuple(running), time.monotonic(), self._stepped, dict(self._served), self._pieces)
-        iteration = self._pack(decide(state, self.costs, self._policy), sum(rows_of.values()))
+        iteration = decide(state, self.costs, self._policy, self.cohorts if self.packing is not None else None)
+        iteration = self._pack(iteration, sum(rows_of.values()))
         start: list[tuple[Key, Request]] = []
-        payer = ""
-        if iteration.piece is not None:
-            entry = self._entries[cast(int, iteration.piece.key)]
-            payer = entry.client
+        tokens_of: dict[str, int] = {}
+        for piece in iteration.pieces:
+            entry = self._entries[cast(int, piece.key)]
+            tokens_of[entry.client] = tokens_of.get(entry.client, 0) + piece.width
             if not entry.started:
                 entry.started = True
                 start.append((entry.key, entry.request))
-        return iteration, _Bill(payer, rows_of), start
+        return iteration, _Bill(tokens_of, rows_of), start
 
     def _pack(self, iteration: Iteration, rows: int) -> Iteration:
         """The iteration with its forwards as one, where that pays or is to be found out."""
         piece = iteration.piece
         if self.packing is None or piece is None or not iteration.decode or not rows:
             return iteration
-        expected = self.costs.mixed(rows, piece.width, piece.begin or 0)
+        parts = [(piece.width, piece.begin or 0) for piece in iteration.pieces]
+        tokens = sum(width for width, _ in parts)
+        expected = self._expected(rows, parts)
         budget = _ALLOWANCE * iteration.gap_s
-        return replace(iteration, packed=self.packing.choose(rows, rows + piece.width, expected, budget))
+        return replace(iteration, packed=self.packing.choose(rows, rows + tokens, expected, budget))
+
+    def _expected(self, rows: int, parts: Sequence[Part]) -> float:
+        """Seconds expected of a decode step and then the pieces; 0 where nothing is known."""
+        known = self.costs.step_s and self.costs.widest
+        return self.costs.step(rows) + self.cohorts.expected(parts, self.costs) if known else 0.0
 
     def _see(self, iteration: Iteration, bill: _Bill, report: Report) -> None:
         """Take in what an iteration cost. All its events are here: it sent them before it returned."""
@@ -383,10 +396,12 @@ class Engine:
             self.costs.saw_step(rows, seconds)
         mixed = report.mixed
         if mixed is not None and mixed.comparable and self.packing is not None:
-            expected = self.costs.mixed(mixed.rows, mixed.width, mixed.context)
-            self.packing.saw(mixed.rows, mixed.rows + mixed.width, mixed.seconds, expected, packed=mixed.packed)
+            expected, total = self._expected(mixed.rows, mixed.piece.rows), mixed.rows + mixed.piece.width
+            self.packing.saw(mixed.rows, total, mixed.seconds, expected, packed=mixed.packed)
         if piece is not None:
-            self.costs.saw_piece(piece.width, piece.context, piece.seconds)
+            self.cohorts.saw(piece.rows, piece.seconds, self.costs)
+            if not piece.parts:
+                self.costs.saw_piece(piece.width, piece.context, piece.seconds)
         if piece is not None or (mixed is not None and mixed.packed):
             self._pieces += 1
         if report.token_bytes > self._token_bytes:
@@ -408,15 +423,15 @@ class Engine:
         rows = sum(rows for rows, _ in report.steps) + sum(one.rows for one in report.rounds)
         forwards = len(report.steps) + len(report.rounds)
         self._tracer.span("iteration", self._track, began, end, steps=forwards, rows=rows)
-        if report.piece is not None and iteration.piece is not None:
-            piece, key = report.piece, str(iteration.piece.key)
+        key = ", ".join(str(piece.key) for piece in iteration.pieces)
+        if (piece := report.piece) is not None:
             begin = end - piece.seconds
             self._tracer.span("prefill", self._track, begin, end, tokens=piece.width, context=piece.context, key=key)
             end = begin
-        if (mixed := report.mixed) is not None and mixed.packed and iteration.piece is not None:
-            key, begin, tokens = str(iteration.piece.key), end - mixed.seconds, mixed.width
-            more: dict[str, int] = {"rows": mixed.rows, "context": mixed.context}
-            self._tracer.span("mixed forward", self._track, begin, end, key=key, tokens=tokens, **more)
+        if (mixed := report.mixed) is not None and mixed.packed:
+            begin, piece = end - mixed.seconds, mixed.piece
+            more: dict[str, int] = {"rows": mixed.rows, "context": piece.context}
+            self._tracer.span("mixed forward", self._track, begin, end, key=key, tokens=piece.width, **more)
             end = begin
         for one in reversed(report.rounds):
             facts = {"rows": one.rows, "width": one.width, "drafted": one.drafted, "accepted": one.accepted}
@@ -430,19 +445,20 @@ class Engine:
         """Put the device's time on the accounts of those it was spent for."""
         seconds = sum(s for _, s in report.steps) + sum(one.seconds for one in report.rounds)
         rows = sum(bill.rows.values())
-        if report.piece is not None:
-            self._pay(bill.piece, report.piece.seconds)
+        prefill = report.piece.seconds if report.piece is not None else 0.0
         if report.mixed is not None and report.mixed.packed:
             own = self._step_share(report.mixed) if rows else 0.0
-            self._pay(bill.piece, (1 - own) * report.mixed.seconds)
+            prefill += (1 - own) * report.mixed.seconds
             seconds += own * report.mixed.seconds
+        for client, tokens in bill.pieces.items():
+            self._pay(client, prefill * tokens / sum(bill.pieces.values()))
         for client, count in bill.rows.items():
             self._pay(client, seconds * count / rows)
 
     def _step_share(self, mixed: MixedCost) -> float:
         """The part of a packed forward's time that is the decode step's, by what the two are expected to take apart."""
-        expected = self.costs.mixed(mixed.rows, mixed.width, mixed.context)
-        return self.costs.step(mixed.rows) / expected if expected else mixed.rows / (mixed.rows + mixed.width)
+        expected = self._expected(mixed.rows, mixed.piece.rows)
+        return self.costs.step(mixed.rows) / expected if expected else mixed.rows / (mixed.rows + mixed.piece.width)
 
     def _pay(self, client: str, seconds: float) -> None:
         self._served[client] = self._served.get(client, 0.0) + seconds

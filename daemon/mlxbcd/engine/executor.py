@@ -23,7 +23,7 @@ from mlxbcd.methods.step import StepBuilder
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.model.packed import Packer
 from mlxbcd.plan.request import Request
-from mlxbcd.sampling.sampler import Draw, RowSampler, sample
+from mlxbcd.sampling.sampler import Draw, RowSampler, Sample, sample
 from mlxbcd.spec.costs import VerifyCosts
 from mlxbcd.spec.depth import MOST_DRAFTED, Depth, lasting_priors
 from mlxbcd.spec.drafter import READ_OF_PROMPT, Drafter
@@ -76,6 +76,21 @@ class Offered:
     piece: Piece
     turn: Turn | AloneTurn
     group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class _Advance:
+    """A piece whose graph is built.
+
+    Attributes:
+        draw: the first sample of each candidate, if the piece ends the prompt.
+        written: the arrays of state that it writes.
+    """
+
+    preparing: Preparing
+    piece: Piece
+    draw: Draw | None
+    written: list[mx.array]
 
 
 @dataclass(slots=True)
@@ -142,7 +157,7 @@ class Executor:
         mixed = None
         if piece is not None and rows and (packed or comparable):
             seconds = time.perf_counter() - began
-            mixed = MixedCost(rows, piece.width, piece.context, seconds, packed, comparable)
+            mixed = MixedCost(rows, piece, seconds, packed, comparable)
         preparing = (*self._preparing.values(), *self._ready.values())
         return Report(
             steps=tuple(self._group.timings()),
@@ -219,25 +234,28 @@ class Executor:
         self._ready.clear()
 
     def _forwards(self, iteration: Iteration, emit: Emit) -> tuple[int, bool, PieceCost | None]:
-        """Run the iteration's decode step and piece, as one forward if it says so and both make one.
+        """Run the iteration's decode step and pieces, as one forward if it says so and both make one.
 
         Returns:
-            rows of the step, 0 if there was none or it was more than a step; whether it was one forward; and the piece.
+            rows of the step, 0 if there was none or it was more than a step; whether it was one forward; and the
+            pieces.
         """
-        offered = step = failure = None
+        offers: list[Offered] = []
+        step = failure = None
         if iteration.decode and iteration.packed and self.packer is not None:
-            offered = self._offer(iteration.piece, emit)
-            if offered is not None:
-                step = PackedStep(self.forward, self.packer, offered.group)
+            offers = self._offers(iteration, emit)
+            if offers:
+                step = PackedStep(self.forward, self.packer, [offered.group for offered in offers])
         if iteration.decode:
             failure = self._decode(emit, step, iteration.step_s)
-        if step is not None and step.failed and offered is not None and failure is not None:
-            self._give_up(offered.preparing, failure, emit)
+        if step is not None and step.failed and failure is not None:
+            for offered in offers:
+                self._give_up(offered.preparing, failure, emit)
             return 0, False, None
         packed = step is not None and step.rows > 0
         rows = step.rows if step is not None and packed else self._group.flying
-        offered = offered or self._offer(iteration.piece, emit)
-        return rows, packed, self._prefill(offered, step, emit) if offered is not None else None
+        offers = offers or self._offers(iteration, emit)
+        return rows, packed, self._prefill(offers, step, emit) if offers else None
 
     def _decode(self, emit: Emit, step: PackedStep | None, within: float) -> ServeError | None:
         """A decode step; why it failed, if it did."""
@@ -252,10 +270,15 @@ class Executor:
         if isinstance(preparing.state, Rows):
             self.reuse.keep(preparing.key, preparing.request, preparing.tokens, length, preparing.state)
 
-    def _offer(self, piece: Piece | None, emit: Emit) -> Offered | None:
+    def _offers(self, iteration: Iteration, emit: Emit) -> list[Offered]:
+        """Begin the turns of the iteration's pieces, those left out that make no forward."""
+        offers = [self._offer(piece, emit) for piece in iteration.pieces]
+        return [offered for offered in offers if offered is not None]
+
+    def _offer(self, piece: Piece, emit: Emit) -> Offered | None:
         """Begin the turn of a piece; None where it makes no forward."""
-        preparing = self._preparing.get(piece.key) if piece is not None else None
-        if piece is None or preparing is None or piece.begin not in (None, preparing.position):
+        preparing = self._preparing.get(piece.key)
+        if preparing is None or piece.begin not in (None, preparing.position):
             # The row is gone, or it was restored further than anybody knew, or not as far: the next piece is another.
             return None
         begin = preparing.position
@@ -267,41 +290,86 @@ class Executor:
         ids = mx.array([preparing.tokens[begin : begin + piece.width]], dtype=mx.int32)
         return Offered(preparing, piece, turn, Group(ids, turn.caches))
 
-    def _prefill(self, offered: Offered, step: PackedStep | None, emit: Emit) -> PieceCost | None:
-        """Compute an offered forward, unless a step has brought it along, and what follows from it."""
-        preparing, piece = offered.preparing, offered.piece
-        context = preparing.position
+    def _prefill(self, offers: Sequence[Offered], step: PackedStep | None, emit: Emit) -> PieceCost | None:
+        """Compute the forward of offered pieces, unless a step has brought it along, and what follows from it."""
         packed = step is not None and step.rows > 0
+        parts = tuple((offered.piece.width, offered.preparing.position) for offered in offers)
+        advances: list[_Advance] = []
         computing = False
         try:
-            draw, written = self._advance(offered, step)
+            hiddens = step.take() if step is not None else None
+            if hiddens is None:
+                together = self.packer if self.packer is not None and len(offers) > 1 else self.forward
+                hiddens = together.run([offered.group for offered in offers])
+            for offered, hidden in zip(offers, hiddens, strict=True):
+                self._advance(offered, hidden, advances, emit)
             failure = self._guard(self._group.wait, emit)
             if packed and failure is not None:
-                self._give_up(preparing, failure, emit)
+                for advance in advances:
+                    self._give_up(advance.preparing, failure, emit)
                 return None
             began = time.perf_counter()
             computing = True
-            samples = draw.read() if draw is not None else []
-            mx.eval(written)
+            samples = [advance.draw.read() if advance.draw is not None else [] for advance in advances]
+            mx.eval([array for advance in advances for array in advance.written])
             seconds = time.perf_counter() - began
         except Exception as error:
-            failure = self._give_up(preparing, error, emit)
+            keys = [offered.preparing.key for offered in offers if offered.preparing.key in self._preparing]
+            for key in keys:
+                del self._preparing[key]
             if packed and computing:
-                # What failed was computed for both.
-                self._fail(self._group.discard(), failure, emit)
+                # What failed was computed for all.
+                keys += self._group.discard()
+            self._fail(keys, error, emit)
             return None
-        if piece.ends:
+        if any(advance.piece.ends for advance in advances):
             # Decode has no use for activations of that size, and whatever was submitted has been computed by now.
             mx.clear_cache()
+        for advance, drawn in zip(advances, samples, strict=True):
+            self._processed(advance, drawn, emit)
+        if not advances:
+            return None
+        return PieceCost.of(parts, seconds)
+
+    def _advance(self, offered: Offered, hidden: mx.array, advances: list[_Advance], emit: Emit) -> None:
+        """Build what a piece's graph still lacks beside its forward: the first sample if it ends the prompt. One that
+        fails is given up."""
+        preparing, piece, turn = offered.preparing, offered.piece, offered.turn
+        end = preparing.position + piece.width
+        try:
+            draw = None
+            if end == len(preparing.tokens):
+                logits = self.forward.head(hidden[:, -1:])[:, -1]
+                rows = preparing.rows
+                if len(rows) > 1:
+                    logits = mx.repeat(logits, len(rows), axis=0)
+                draw = sample(logits, [row.sampler for row in rows])
+            written = turn.arrays()
+            turn.resolve()
+            if self._group.reads_hidden:
+                known = [hidden] if preparing.hidden is None else [preparing.hidden, hidden]
+                preparing.hidden = mx.contiguous(mx.concatenate(known, axis=1)[:, -READ_OF_PROMPT:])
+                written = [*written, preparing.hidden]
+        except Exception as error:
+            self._give_up(preparing, error, emit)
+            return
+        preparing.position, preparing.planned = end, piece.ends
+        advances.append(_Advance(preparing, piece, draw, written))
+
+    def _processed(self, advance: _Advance, samples: Sequence[Sample], emit: Emit) -> None:
+        """A piece has been computed."""
+        preparing, piece = advance.preparing, advance.piece
+        request = preparing.request
+        if piece.ends:
             preparing.settled = preparing.position
-            if preparing.position in preparing.request.boundaries:
+            if preparing.position in request.boundaries:
                 self._keep(preparing, preparing.position)
         events: list[Event] = [Prefilled(piece.key, preparing.position)]
         if samples:
-            request = preparing.request
             del self._preparing[piece.key]
             drafting = self.drafter.token_bytes if self.drafter is not None else 0.0
-            self._token_bytes = preparing.state.nbytes / capacity_for(len(preparing.tokens)) + drafting
+            token_bytes = preparing.state.nbytes / capacity_for(len(preparing.tokens)) + drafting
+            self._token_bytes = max(self._token_bytes, token_bytes)
             events += [row.take(drawn) for row, drawn in zip(preparing.rows, samples, strict=True)]
             preparing.rows = [row for row in preparing.rows if not row.ended]
             if preparing.rows:
@@ -309,31 +377,6 @@ class Executor:
         emit(events)
         if samples and isinstance(preparing.state, Rows):
             self.reuse.prompt_done(piece.key, request, preparing.tokens, preparing.state)
-        return PieceCost(piece.width, context, seconds)
-
-    def _advance(self, offered: Offered, step: PackedStep | None) -> tuple[Draw | None, list[mx.array]]:
-        """Build what a piece's graph still lacks: its forward, the first sample if it ends the prompt; and the state it
-        writes."""
-        preparing, piece, turn = offered.preparing, offered.piece, offered.turn
-        end = preparing.position + piece.width
-        hidden = step.take() if step is not None else None
-        if hidden is None:
-            (hidden,) = self.forward.run([offered.group])
-        draw = None
-        if end == len(preparing.tokens):
-            logits = self.forward.head(hidden[:, -1:])[:, -1]
-            rows = preparing.rows
-            if len(rows) > 1:
-                logits = mx.repeat(logits, len(rows), axis=0)
-            draw = sample(logits, [row.sampler for row in rows])
-        written = turn.arrays()
-        turn.resolve()
-        if self._group.reads_hidden:
-            known = [hidden] if preparing.hidden is None else [preparing.hidden, hidden]
-            preparing.hidden = mx.contiguous(mx.concatenate(known, axis=1)[:, -READ_OF_PROMPT:])
-            written = [*written, preparing.hidden]
-        preparing.position, preparing.planned = end, piece.ends
-        return draw, written
 
     def _guard(self, work: Callable[[], None], emit: Emit) -> ServeError | None:
         """Do a piece of the decode group's work; if it raises, the group's rows fail and its state is let go.

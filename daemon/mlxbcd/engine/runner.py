@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from mlxbcd.engine.cohorts import Part
 from mlxbcd.engine.scheduler import Iteration
 from mlxbcd.methods.events import Emit, Round
 from mlxbcd.plan.request import Request
@@ -14,11 +15,29 @@ from mlxbcd.state.geometry import Key
 
 @dataclass(frozen=True, slots=True)
 class PieceCost:
-    """What a prefill forward took: `seconds` for `width` tokens that follow `context` others."""
+    """What a prefill forward took: `seconds` for `width` tokens that follow `context` others.
+
+    Attributes:
+        parts: both figures of each row where there were several: then `width` is their sum and `context` a mean.
+    """
 
     width: int
     context: int
     seconds: float
+    parts: tuple[Part, ...] = ()
+
+    @classmethod
+    def of(cls, parts: tuple[Part, ...], seconds: float) -> PieceCost:
+        """The cost of a forward of one row or several."""
+        if len(parts) == 1:
+            return cls(*parts[0], seconds)
+        width = sum(width for width, _ in parts)
+        return cls(width, round(sum(width * context for width, context in parts) / width), seconds, parts)
+
+    @property
+    def rows(self) -> tuple[Part, ...]:
+        """`parts`, of one row too."""
+        return self.parts or ((self.width, self.context),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +45,13 @@ class MixedCost:
     """What a decode step of `rows` rows and a prefill forward took together, the host's work included.
 
     Attributes:
-        width, context: see `PieceCost`.
+        piece: the prefill forward, and what it took, if it was one by itself.
         packed: they were one forward.
         comparable: the device had nothing else to do.
     """
 
     rows: int
-    width: int
-    context: int
+    piece: PieceCost
     seconds: float
     packed: bool
     comparable: bool
@@ -59,7 +77,7 @@ class Report:
 
     Attributes:
         steps: (rows, seconds) of each decode step computed in it by itself.
-        piece: its prefill forward, if there was one by itself.
+        piece: its prefill forward, if there was one by itself, for one row or for several.
         mixed: both together, if there were both.
         running: rows in decode or about to join it.
         kv_bytes: bytes of all row states.

@@ -4,6 +4,8 @@ One iteration is at most one decode step of all running rows and one prefill pie
 goes on is chosen by class (a row ages into the next better one), then between clients (none may be far ahead of the
 least served), then least remaining first, since batching compute-bound prompts only makes all of them wait for the
 longest. A row that has waited past the starving bound gets every fourth piece, oldest first, whatever the others are.
+Where a piece ends its row's prompt or planned chunk, rows of no worse class with little left may come along as a
+*cohort*, in the order in which they would be chosen (`engine/cohorts.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +15,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import nsmallest
 from itertools import pairwise
+from typing import Final
 
+from mlxbcd.engine.cohorts import Cohorts
 from mlxbcd.engine.costs import Costs
 from mlxbcd.plan.request import Priority, Request
 from mlxbcd.state.geometry import Key
+
+MOST_TOGETHER: Final = 16
+"""Rows of a cohort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +180,7 @@ class Iteration:
         gap_s: how long the running rows should wait for this, at most.
         step_s: the part of it that is left for their forward.
         packed: the first forward of each runs as one, where both make one.
+        beside: pieces of other rows, in one forward with `piece`.
     """
 
     decode: bool
@@ -180,10 +189,15 @@ class Iteration:
     gap_s: float = field(default=math.inf, compare=False)
     step_s: float = field(default=math.inf, compare=False)
     packed: bool = False
+    beside: tuple[Piece, ...] = ()
 
     @property
     def empty(self) -> bool:
         return not self.decode and self.piece is None
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return (self.piece, *self.beside) if self.piece is not None else ()
 
 
 def planned_chunks(request: Request, policy: Policy) -> list[int]:
@@ -193,8 +207,12 @@ def planned_chunks(request: Request, policy: Policy) -> list[int]:
     return [end - begin for begin, end in pairwise([0, *ends])]
 
 
-def decide(state: State, costs: Costs, policy: Policy) -> Iteration:
-    """The next iteration. Empty only when there is nothing to do, or nothing that may be done."""
+def decide(state: State, costs: Costs, policy: Policy, cohorts: Cohorts | None = None) -> Iteration:
+    """The next iteration. Empty only when there is nothing to do, or nothing that may be done.
+
+    Args:
+        cohorts: None where pieces of several rows can't be one forward.
+    """
     running = sum(row.rows for row in state.running)
     candidates, blocked, held_up = _candidates(state, policy)
     rest = not policy.background and not held_up
@@ -214,24 +232,71 @@ def decide(state: State, costs: Costs, policy: Policy) -> Iteration:
             wanted = policy.decode_gap_s
             gap = costs.gap_s(running, row.position, policy.floor_gap_s) if wanted is None else wanted
             budget = min(budget, gap - costs.step(running))
+    piece = _piece(row, costs.width(budget, row.position), policy)
+    beside: list[Piece] = []
+    seconds = costs.piece(piece.width, row.position)
+    if cohorts is not None and piece.ends:
+        beside = _companions(row, candidates, state, costs, policy, cohorts, budget)
+        seconds = cohorts.expected([(each.width, each.begin or 0) for each in (piece, *beside)], costs)
+    return Iteration(decode, piece, blocked, gap, gap - seconds, beside=tuple(beside))
+
+
+def _piece(row: Waiting, width: int, policy: Policy) -> Piece:
+    """A row's next piece, of that many tokens or what is left up to a planned end."""
     left = row.planned_end(policy.planned_chunk) - row.position
-    width = min(costs.width(budget, row.position), left)
+    width = min(width, left)
     whole = width == left and row.position % policy.planned_chunk == 0
     phase = Phase.DECODE if width == 1 else Phase.CHUNK if whole else Phase.TAIL
-    piece = Piece(row.key, width, width == left, phase, row.position)
-    return Iteration(decode, piece, blocked, gap, gap - costs.piece(width, row.position))
+    return Piece(row.key, width, width == left, phase, row.position)
+
+
+def _companions(
+    first: Waiting,
+    candidates: Sequence[Waiting],
+    state: State,
+    costs: Costs,
+    policy: Policy,
+    cohorts: Cohorts,
+    budget: float,
+) -> list[Piece]:
+    """The pieces that come along with a row's, each up to a planned end."""
+    taken = _Taken([*state.running, *(row for row in state.waiting if row.started or row is first)])
+    parts = [(first.planned_end(policy.planned_chunk) - first.position, first.position)]
+    most = _class(first, state.now, policy)
+    others = (row for row in candidates if row is not first and _class(row, state.now, policy) <= most)
+    left = nsmallest(MOST_TOGETHER - 1, others, key=lambda row: (row.remaining, row.since))
+    beside: list[Piece] = []
+    while left:
+        row = _choose(left, state, policy)
+        left.remove(row)
+        part = (row.planned_end(policy.planned_chunk) - row.position, row.position)
+        if not cohorts.takes(parts, part, costs, budget):
+            continue
+        if not row.started:
+            if not taken.admits(row, policy) or taken.lacks(row, policy):
+                continue
+            taken.add(row)
+        parts.append(part)
+        beside.append(_piece(row, part[0], policy))
+    return beside
 
 
 class _Taken:
     """The places that some rows have."""
 
     def __init__(self, rows: Sequence[Running | Waiting]) -> None:
-        self.none = not rows
-        self._rows = sum(row.rows for row in rows)
-        self._bytes = sum(row.bytes for row in rows)
+        self.none = True
+        self._rows = self._bytes = 0
         self._of_client: Counter[str] = Counter()
         for row in rows:
-            self._of_client[row.client] += row.rows
+            self.add(row)
+
+    def add(self, row: Running | Waiting) -> None:
+        """One more takes its places."""
+        self.none = False
+        self._rows += row.rows
+        self._bytes += row.bytes
+        self._of_client[row.client] += row.rows
 
     def admits(self, row: Waiting, policy: Policy) -> bool:
         """Whether there may be that many rows more, its bytes apart."""

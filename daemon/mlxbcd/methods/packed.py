@@ -1,6 +1,8 @@
-"""Owns a decode step whose forward is shared with a prompt's piece: one packed forward for both."""
+"""Owns a decode step whose forward is shared with pieces of prompts: one packed forward for all."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -13,22 +15,22 @@ from mlxbcd.state.rows import Turn
 
 
 class PackedStep:
-    """Builds one step, and with it the forward of another group.
+    """Builds one step, and with it the forward of other groups.
 
     Args:
-        beside: the other group.
+        beside: the other groups.
 
     Attributes:
         rows: of the step; 0 as long as it has made no forward.
-        failed: the forward could not be built, so neither group's state can be trusted.
+        failed: the forward could not be built, so no group's state can be trusted.
     """
 
     off = Off.PACKED
 
-    def __init__(self, forward: Forward, packer: Packer, beside: Group) -> None:
+    def __init__(self, forward: Forward, packer: Packer, beside: Sequence[Group]) -> None:
         self.rows = 0
         self.failed = False
-        self._hidden: mx.array | None = None
+        self._hidden: list[mx.array] | None = None
         self._forward = forward
         self._packer = packer
         self._beside = beside
@@ -36,8 +38,8 @@ class PackedStep:
     def __repr__(self) -> str:
         return f"PackedStep({'failed' if self.failed else f'{self.rows} rows' if self.rows else 'not built'})"
 
-    def take(self) -> mx.array | None:
-        """The other group's hidden states [B, N, D], lazy; None without a forward. Not kept: they hold the graph."""
+    def take(self) -> list[mx.array] | None:
+        """The other groups' hidden states [B, N, D], lazy; None without a forward. Not kept: they hold the graph."""
         hidden, self._hidden = self._hidden, None
         return hidden
 
@@ -48,7 +50,7 @@ class PackedStep:
     def logits(self, turn: Turn | AloneTurn, ids: mx.array) -> mx.array:
         """See `StepBuilder.logits`."""
         try:
-            own, self._hidden = self._packer.run([Group(ids[:, None], turn.caches), self._beside])
+            own, *self._hidden = self._packer.run([Group(ids[:, None], turn.caches), *self._beside])
         except Exception:
             self.failed = True
             raise

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlxbc import paths
+from mlxbcd.engine.cohorts import Cohorts
 from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.packing import PackingRanges
 from mlxbcd.spec.costs import VerifyCosts
@@ -29,6 +30,7 @@ class Learned:
 
     costs: Costs = field(default_factory=Costs)
     packing: PackingRanges = field(default_factory=PackingRanges)
+    cohorts: Cohorts = field(default_factory=Cohorts)
     verify: VerifyCosts = field(default_factory=VerifyCosts)
 
 
@@ -52,7 +54,9 @@ def recall(path: Path, verify: VerifyCosts | None = None) -> Learned:
     verify = verify or VerifyCosts()
     try:
         kept = json.loads(path.read_bytes())
-        learned = Learned(Costs.restored(kept), PackingRanges.restored(kept.get("packing", {})), verify)
+        costs = Costs.restored(kept)
+        packing, cohorts = PackingRanges.restored(kept.get("packing", {})), Cohorts.restored(kept.get("cohorts", {}))
+        learned = Learned(costs, packing, cohorts, verify)
         # Last, since it changes what is given only if it believes all of it.
         verify.recall(kept.get("verify", {}))
         return learned
@@ -70,8 +74,8 @@ def remember(path: Path, learned: Learned) -> None:
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        more = {"packing": learned.packing.saved(), "verify": learned.verify.saved()}
-        temporary.write_text(json.dumps(learned.costs.saved() | more))
+        parts = {name: getattr(learned, name).saved() for name in ("packing", "cohorts", "verify")}
+        temporary.write_text(json.dumps(learned.costs.saved() | parts))
         temporary.replace(path)
     except OSError as error:
         log.warning("measured costs can't be kept: %s", error)

@@ -292,7 +292,7 @@ class Residency:
         await resident.engine.close()
         engine = resident.engine
         verify = resident.built.verify or VerifyCosts()
-        known = learned.Learned(engine.costs, engine.packing or PackingRanges(), verify)
+        known = learned.Learned(engine.costs, engine.packing or PackingRanges(), engine.cohorts, verify)
         await self._workers.offload(learned.remember, resident.costs_at, known)
         await self._device.run(resident.built.close)
         self.budget.forget(resident.source.path)
@@ -364,6 +364,7 @@ class Residency:
                 self._on_fault,
                 costs=known.costs,
                 packing=None if built.apart else known.packing,
+                cohorts=known.cohorts,
                 shed=self.keeper.relieve_soon,
                 tracer=self._tracer,
                 name=source.name,
