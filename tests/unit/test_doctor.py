@@ -212,6 +212,12 @@ def plant_truncated_weights(patient: Patient, home: Path) -> Patient:
     return patient
 
 
+def plant_a_draft_model_that_is_not_here(patient: Patient, home: Path) -> Patient:
+    file = home / "drafts.toml"
+    file.write_text("[drafts]\nsmollm2 = 'org/small'\n")
+    return replace(patient, environ={**os.environ, "MLXBC_CONFIG": str(file)})
+
+
 def plant_a_machine_too_small_for_the_model(patient: Patient, home: Path) -> Patient:
     return replace(patient, machine=Machine(Box(0.0005), Box()))
 
@@ -256,6 +262,12 @@ def plant_a_log_for_everybody(patient: Patient, home: Path) -> Patient:
         (plant_a_service_that_is_stopped, "service", "nobody listens", "mlxbc service start"),
         (plant_no_model, "models", "the model smollm2 is not here yet", "mlxbc pull smollm2"),
         (plant_truncated_weights, "models", "smollm2 is damaged: model.safetensors", "mlxbc pull smollm2"),
+        (
+            plant_a_draft_model_that_is_not_here,
+            "models",
+            "no model 'org/small'",
+            "table drafts",
+        ),
         (plant_a_machine_too_small_for_the_model, "models", "GB are allowed", "smaller or more strongly"),
         (plant_a_limit_of_all_the_memory, "memory", "the system would run dry", "set memory.limit to auto"),
         (plant_a_system_that_is_short_of_memory, "memory", "out of memory", "close other programs"),

@@ -14,6 +14,7 @@ from mlxbcd.engine.budget import limits
 from mlxbcd.errors import ServeError
 from mlxbcd.model import safetensors
 from mlxbcd.model.size import bytes_in_memory
+from mlxbcd.residency import drafting
 from mlxbcd.residency.names import hub_cache, resolve
 from mlxbcd.residency.store import check_files
 
@@ -39,8 +40,16 @@ def models(patient: Patient) -> Iterator[Finding]:
         text = f"the default model {found.name} is damaged: {damaged}"
         yield fault("models", text, f"rm -r {found.path}, then {again}")
         return
+    try:
+        draft = drafting.chosen(found, settings.drafts, settings.aliases)
+        drafting.words(found, draft)
+    except ServeError as error:
+        text = f"{found.name} can't be loaded with the model that is to draft for it: {error.message}"
+        yield fault("models", text, "correct the table drafts in the settings")
+        return
     # On Linux the CPU computes, where everything becomes float32.
-    needed = bytes_in_memory(found.path, expand=patient.platform.startswith("linux"))
+    expand = patient.platform.startswith("linux")
+    needed = sum(bytes_in_memory(one.path, expand=expand) for one in (found, draft) if one is not None)
     allowed = limits(patient.machine.memory.total(), wanted=settings.memory_limit, cache=settings.memory_cache)
     takes = f"{found.name} takes {needed / 1e9:.1f} GB in memory"
     if needed > allowed.budget:
