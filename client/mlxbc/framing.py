@@ -167,9 +167,10 @@ class Inbound(Generic[T]):
     @staticmethod
     def _decode(body: bytes, decoder: Any, head: Any) -> T:
         try:
-            return decoder.decode(body)  # type: ignore[no-any-return]
+            message: T = decoder.decode(body)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise _refusal(body, head, error, decoder.type) from None
+        return message
 
 
 def _refusal(body: bytes, head: Any, error: Exception, kind: Any) -> FrameError:

@@ -17,9 +17,9 @@ if _TESTS not in sys.path:
     # Run as a script, Python puts this directory there instead, where `wire` and others would be found as plain names.
     sys.path[0] = _TESTS
 
-from bench import machine  # noqa: E402
-from bench.registry import BENCHES, Settings, run_bench  # noqa: E402
-from bench.table import Row, render, to_json  # noqa: E402
+from bench import machine
+from bench.registry import BENCHES, Settings, run_bench
+from bench.table import Row, render, to_json
 
 
 def main(argv: list[str] | None = None) -> int:

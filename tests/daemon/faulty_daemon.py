@@ -17,10 +17,10 @@ from mlxbcd.model.blas import enable
 
 enable()
 
-from mlxbcd.engine.executor import Executor  # noqa: E402
-from mlxbcd.residency import resident  # noqa: E402
-from mlxbcd.serve import main as process  # noqa: E402
-from mlxbcd.serve import standing  # noqa: E402
+from mlxbcd.engine.executor import Executor
+from mlxbcd.residency import resident
+from mlxbcd.serve import main as process
+from mlxbcd.serve import standing
 
 WHAT, LENGTH = os.environ.pop("MLXBC_TEST_FAULT").split()
 SLOW_S = 0.05
@@ -54,9 +54,9 @@ def build(*arguments: Any) -> Any:
 
 if WHAT == "loads":
     resident.build = build
-Executor._advance, Executor.iterate = advance, iterate  # type: ignore[method-assign]
-process.Limits = partial(process.Limits, close_s=0.5)  # type: ignore[assignment,misc]
-standing.STUCK_S = standing.BUSY_S = 0.3  # type: ignore[misc]
+Executor._advance, Executor.iterate = advance, iterate
+process.Limits = partial(process.Limits, close_s=0.5)
+standing.STUCK_S = standing.BUSY_S = 0.3
 
 
 if __name__ == "__main__":

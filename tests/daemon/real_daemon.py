@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "protocol"))
 
-from fake_service import FakeClient  # noqa: E402
+from fake_service import FakeClient
 
-from mlxbc import Client, wire  # noqa: E402
-from mlxbc.framing import Codec  # noqa: E402
-from mlxbc.request import build  # noqa: E402
+from mlxbc import Client, wire
+from mlxbc.framing import Codec
+from mlxbc.request import build
 
 PATIENCE_S = 60.0
 """How long a test waits for what must happen before it fails."""

@@ -21,9 +21,9 @@ from mlxbc.framing import Codec
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "protocol"), str(HERE.parent / "unit")]
 
-from fake_service import PATIENCE_S, FakeClient, settled  # noqa: E402
-from real_daemon import switches  # noqa: E402
-from tiny_directory import write_model  # noqa: E402
+from fake_service import PATIENCE_S, FakeClient, settled
+from real_daemon import switches
+from tiny_directory import write_model
 
 SCRIPTED = [sys.executable, str(HERE / "scripted_daemon.py")]
 REAL = [sys.executable, "-P", "-m", "mlxbcd.serve.main", "--no-preload"]

@@ -44,7 +44,7 @@ def ask(client: Client, messages: list[wire.Message], tokens: int = 12) -> tuple
 
 
 def say(role: str, content: str) -> wire.Message:
-    return wire.Message(role=role, content=content)  # type: ignore[arg-type]
+    return wire.Message(role=role, content=content)
 
 
 def known(client: Client) -> None:
@@ -189,7 +189,7 @@ def test_killed_while_it_answers_the_whole_text_is_that_of_an_uninterrupted_run(
     with connected(path) as client, client.generate(**fields, **sampler) as stream:
         alone = stream.wait().text
     pieces: list[str] = []
-    with Resumable(lambda: Client(path, timeout=PATIENCE_S), **fields, **sampler) as resumed:  # type: ignore[arg-type]
+    with Resumable(lambda: Client(path, timeout=PATIENCE_S), **fields, **sampler) as resumed:
         for event in resumed:
             if isinstance(event, wire.Token):
                 pieces.append(event.text)
@@ -219,10 +219,10 @@ def test_ask_goes_on_by_itself_when_its_daemon_is_killed(supervisor: Supervisor)
 def test_a_kept_answer_is_there_for_the_client_that_comes_back(supervisor: Supervisor) -> None:
     path = supervisor.path
     fields = {"prompt": "A recipe for onion soup. First,", "temperature": 0, "max_tokens": 20, "resumable": True}
-    with connected(path) as client, client.generate(**fields) as stream:  # type: ignore[arg-type]
+    with connected(path) as client, client.generate(**fields) as stream:
         alone = stream.wait()
     client = connected(path)
-    gone = client.generate(**fields, on_disconnect="keep", keep_s=60)  # type: ignore[arg-type]
+    gone = client.generate(**fields, on_disconnect="keep", keep_s=60)
     had: list[int] = []
     text = name = ""
     while len(had) < 5:
@@ -239,6 +239,6 @@ def test_a_kept_answer_is_there_for_the_client_that_comes_back(supervisor: Super
         while client.status().running:
             time.sleep(0.01)
         resume = {"stream": name, "tokens": had}
-        with client.generate(**fields, seed=alone.seed, resume=resume) as stream:  # type: ignore[arg-type]
+        with client.generate(**fields, seed=alone.seed, resume=resume) as stream:
             result = stream.wait()
     assert (text + result.text, had + result.ids) == (alone.text, alone.ids)

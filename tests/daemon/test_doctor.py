@@ -20,9 +20,9 @@ from real_daemon import PATIENCE_S, socket_path
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "unit"))
 
-from tiny_directory import write_model  # noqa: E402
+from tiny_directory import write_model
 
-from mlxbc import Client  # noqa: E402
+from mlxbc import Client
 
 pytestmark = [
     pytest.mark.timeout(180),

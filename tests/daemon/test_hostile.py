@@ -27,11 +27,11 @@ from real_daemon import PATIENCE_S, Daemon, Frames, socket_path
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "unit"))
 
-from tiny_directory import write_model  # noqa: E402
+from tiny_directory import write_model
 
-from mlxbc import Client, wire  # noqa: E402
-from mlxbc.errors import ConnectionLost, DeviceError, LoadFailed, MlxbcError, RequestFailed  # noqa: E402
-from mlxbc.framing import Codec, frame  # noqa: E402
+from mlxbc import Client, wire
+from mlxbc.errors import ConnectionLost, DeviceError, LoadFailed, MlxbcError, RequestFailed
+from mlxbc.framing import Codec, frame
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -82,7 +82,7 @@ def shared(model: Path) -> Iterator[Daemon]:
     """A daemon for tests that leave it as it was."""
     with socket_path() as path, serving(path, model) as daemon:
         # Its log is read by nobody, and must not fill the pipe.
-        threading.Thread(target=daemon.popen.stderr.read, daemon=True).start()  # type: ignore[union-attr]
+        threading.Thread(target=daemon.popen.stderr.read, daemon=True).start()
         yield daemon
 
 

@@ -29,7 +29,7 @@ from mlxbcd.serve.options import Options, parse
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "protocol"))
 
-from fake_service import PATIENCE_S, FakeClient, settled  # noqa: E402
+from fake_service import PATIENCE_S, FakeClient, settled
 
 SCRIPT = HERE / "scripted_daemon.py"
 

@@ -11,9 +11,9 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "unit")]
 
-from tiny_directory import write_model  # noqa: E402
+from tiny_directory import write_model
 
-from bench.soak import GROWTH, POOL_THREADS, SLACK_BYTES, Outcome, Sample, Soak, daemon  # noqa: E402
+from bench.soak import GROWTH, POOL_THREADS, SLACK_BYTES, Outcome, Sample, Soak, daemon
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells about processes"),

@@ -15,8 +15,8 @@ import pytest
 HERE: Final = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "protocol"), str(HERE.parent / "daemon")]
 
-from fake_service import FakeDaemon, fake_daemon  # noqa: E402
-from real_daemon import Daemon, daemon, socket_path  # noqa: E402
+from fake_service import FakeDaemon, fake_daemon
+from real_daemon import Daemon, daemon, socket_path
 
 
 @pytest.fixture

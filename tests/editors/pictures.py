@@ -8,6 +8,7 @@ What the model says is what it said.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
@@ -76,7 +77,7 @@ class Terminal:
 
     def picture(self, name: str, title: str) -> None:
         """Write what is shown as an SVG."""
-        console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+        console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
         console.print(Text.from_ansi(self.screen(colours=True)), end="", no_wrap=True, crop=True)
         svg = console.export_svg(title=title)
         # The reader's own monospaced font: a picture fetches nothing.

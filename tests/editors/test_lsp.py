@@ -50,7 +50,7 @@ class Editor(LanguageClient):
                 types.TextDocumentIdentifier(URI),
                 types.Position(line, character),
             ),
-        )  # type: ignore[return-value]
+        )
 
     async def texts(self, line: int, character: int) -> list[Any]:
         async with asyncio.timeout(30):

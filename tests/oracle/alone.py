@@ -114,7 +114,7 @@ def _token_lists(name: str) -> list[tuple[int, ...]]:
     return [tuple(rng.randrange(VOCABULARY) for _ in range(LENGTH)) for _ in range(TEXTS)]
 
 
-class Rounded(KVCache):  # type: ignore[misc]  # the zoo has no types
+class Rounded(KVCache):
     """The zoo's plain cache, with every key and value rounded to what a scheme stores."""
 
     def __init__(self, plain: KVCache, scheme: Quantised) -> None:
@@ -151,7 +151,7 @@ def _dequantised(half: Parts, scheme: Quantised) -> mx.array:
 def relative_error(got: mx.array, wanted: mx.array) -> float:
     """Largest difference by the largest value wanted; NaN where either holds NaN."""
     assert got.shape == wanted.shape, f"{got.shape} is not {wanted.shape}"
-    error: float = (mx.abs(got - wanted).max() / mx.maximum(mx.abs(wanted).max(), 1e-6)).item()  # type: ignore[assignment]
+    error: float = (mx.abs(got - wanted).max() / mx.maximum(mx.abs(wanted).max(), 1e-6)).item()
     return error
 
 

@@ -99,8 +99,8 @@ def _varied(array: mx.array) -> mx.array:
 def small_classes() -> Iterator[None]:
     """Inside, capacity classes start at `SMALLEST_CLASS`."""
     before = geometry.SMALLEST
-    geometry.SMALLEST = SMALLEST_CLASS  # type: ignore[misc]
+    geometry.SMALLEST = SMALLEST_CLASS
     try:
         yield
     finally:
-        geometry.SMALLEST = before  # type: ignore[misc]
+        geometry.SMALLEST = before

@@ -21,8 +21,8 @@ from mlxbcd.sampling.noise import gumbel, key
 
 zoo.bind()
 
-from mlx_lm.generate import generate_step  # noqa: E402
-from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 

@@ -100,7 +100,9 @@ def test_an_output_of_another_length_does_not_agree(length: int) -> None:
 
 
 def test_one_exemption_in_two_hundred_positions_is_allowed_and_one_more_is_not() -> None:
-    tie: Scores = lambda: np.array([[1.0, 1.0 - MARGIN / 2]])  # noqa: E731
+    def tie() -> np.ndarray:
+        return np.array([[1.0, 1.0 - MARGIN / 2]])
+
     tally = Tally()
     tally.compare("plain", [0] * 199, [0] * 199, unasked)
     tally.compare_forced("tie", [1], tie)

@@ -197,7 +197,7 @@ def test_a_round_that_fails_takes_its_group_and_the_next_one_is_clean() -> None:
     assert isinstance(group, SpeculativeGroup)
     for key in (0, 1):
         play.admit(key, made[key])
-    healthy, group._forward = group._forward, _Broken()  # type: ignore[assignment]
+    healthy, group._forward = group._forward, _Broken()
     with pytest.raises(RuntimeError, match="broken"):
         group.step(play.events.extend)
     assert sorted(group.discard(), key=str) == [0, 1]
@@ -245,8 +245,8 @@ def test_states_hold_what_processing_the_delivered_tokens_anew_gives(name: str) 
 
 def _logits(forward: object, rows: Rows, token: int) -> mx.array:
     turn = rows.begin(1)
-    (hidden,) = forward.run([Group(mx.array([[token]]), turn.caches)])  # type: ignore[attr-defined]
-    logits = forward.head(hidden)  # type: ignore[attr-defined]
+    (hidden,) = forward.run([Group(mx.array([[token]]), turn.caches)])
+    logits = forward.head(hidden)
     mx.eval(logits, turn.arrays())
     turn.resolve()
     return logits

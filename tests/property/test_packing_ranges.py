@@ -132,7 +132,7 @@ def test_a_measurement_taken_while_the_machine_slept_changes_nothing() -> None:
 )
 def test_what_is_no_record_of_ranges_is_refused(kept: object) -> None:
     with pytest.raises(ValueError, match="packing ranges"):
-        PackingRanges.restored(kept)  # type: ignore[arg-type]
+        PackingRanges.restored(kept)
 
 
 def measured(seen: list[tuple[int, int, float, float, bool]]) -> PackingRanges:

@@ -117,7 +117,7 @@ def test_batching_decides_where_it_runs_and_nothing_else_of_its_method(
 
 
 def plan_of(on: frozenset[Feature] = ALL, model: Capabilities | None = None, **asks: object) -> Plan:
-    return resolve(Needs(**asks), model or Capabilities(drafts=True, named_draft=True), on)  # type: ignore[arg-type]
+    return resolve(Needs(**asks), model or Capabilities(drafts=True, named_draft=True), on)
 
 
 def test_off_until_proven() -> None:

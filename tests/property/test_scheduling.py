@@ -214,7 +214,7 @@ class Machine:
                 self.now = min(job.arrives for job in self.jobs if job.arrives > self.now)
                 continue
             for piece in iteration.pieces:
-                self.jobs[piece.key].started = True  # type: ignore[call-overload]
+                self.jobs[piece.key].started = True
             self.rows_at_once.append(sum(job.started and not job.over for job in self.jobs))
             began = self.now
             if iteration.decode:
@@ -248,7 +248,7 @@ class Machine:
             job.over = job.drawn >= job.generate
 
     def prefill(self, pieces: Sequence[Piece]) -> None:
-        jobs = [self.jobs[piece.key] for piece in pieces]  # type: ignore[call-overload]
+        jobs = [self.jobs[piece.key] for piece in pieces]
         parts = [(piece.width, job.position) for piece, job in zip(pieces, jobs, strict=True)]
         seconds = STEP_S + sum(width * (TOKEN_S + 2e-6 * context) for width, context in parts)
         self.now += seconds
@@ -261,7 +261,7 @@ class Machine:
             self.served[job.client] += seconds * piece.width / sum(width for width, _ in parts)
             job.position += piece.width
             if piece.ends:
-                self.ends[piece.key].append(job.position)  # type: ignore[index]
+                self.ends[piece.key].append(job.position)
             if job.position == job.prompt:
                 job.first, job.drawn = self.now, 1
                 job.over = job.drawn >= job.generate

@@ -262,7 +262,7 @@ def test_a_marker_within_a_string_of_json_does_not_end_the_call() -> None:
     arguments = {"city": '[TOOL_CALLS]x[ARGS]{} "]', "days": 1}
     for whole in (
         write("mistral", [("get_weather", arguments)]),
-        f"[TOOL_CALLS] {_json([{'name': 'get_weather', 'arguments': arguments}])}",  # type: ignore[arg-type]
+        f"[TOOL_CALLS] {_json([{'name': 'get_weather', 'arguments': arguments}])}",
     ):
         text, calls, unparsed = split("mistral", list(whole))
         assert (text, heard(calls), unparsed) == ("", [(0, "get_weather", arguments)], [])

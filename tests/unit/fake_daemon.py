@@ -76,7 +76,7 @@ class Session:
         """Wait until the client hangs up, whatever it still says."""
         while True:
             try:
-                self.receive(wire.Request)  # type: ignore[type-var]
+                self.receive(wire.Request)
             except Gone:
                 return
 
@@ -154,7 +154,7 @@ class FakeDaemon:
                 return
             self.connections += 1
             self._sockets.append(sock)
-            self._start(lambda sock=sock: self._serve(sock))  # type: ignore[misc]
+            self._start(lambda sock=sock: self._serve(sock))
 
     def _serve(self, sock: socket.socket) -> None:
         with sock:

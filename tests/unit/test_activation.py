@@ -129,7 +129,7 @@ def tcp(_path: Path) -> socket.socket:
         tcp,
     ],
 )
-def test_any_other_kind_of_socket_is_refused(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_any_other_kind_of_socket_is_refused(make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="passes web, which is not a listening Unix stream socket with a path"):
         take(make(tmp_path / "s"), environment(names="web"))
 
@@ -196,7 +196,7 @@ class FakeLaunchd:
         self.launch_activate_socket = _ACTIVATE(self._activate)
         self.free = _FREE(self.freed.append)
 
-    def _activate(self, name, array, count) -> int:  # type: ignore[no-untyped-def]
+    def _activate(self, name, array, count) -> int:
         self.asked.append(name)
         if self._code == 0:
             array[0] = ctypes.cast(self._array, ctypes.POINTER(ctypes.c_int))

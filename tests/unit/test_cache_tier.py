@@ -282,7 +282,7 @@ def test_what_is_being_written_while_the_cache_is_cleared_does_not_stay(tmp_path
             assert go_on.wait(30)
             return size
 
-        directory.put = slow  # type: ignore[method-assign]
+        directory.put = slow
         put(cache, [1, 2, 3], SMALL)
         assert inside.wait(30)
         cache.clear()
@@ -349,7 +349,7 @@ def test_slow_writing_takes_a_small_share_of_the_time() -> None:
 def test_a_job_that_fails_does_not_end_the_writer(caplog: pytest.LogCaptureFixture) -> None:
     writer = Writer()
     done = threading.Event()
-    writer.submit(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    writer.submit(lambda: 1 // 0)
     writer.submit(done.set)
     assert done.wait(10)
     writer.close(1)
@@ -366,7 +366,7 @@ def test_parents_are_written_before_what_follows_them(tmp_path: Path) -> None:
             order.append(header.begin)
             return before(header, payload, pace)
 
-        directory.put = noted  # type: ignore[method-assign]
+        directory.put = noted
         put(cache, list(range(20)), SMALL)
         settled(cache)
         assert order == sorted(order) == [0, 4, 8, 12, 16]
@@ -383,7 +383,7 @@ def test_a_piece_that_a_longer_one_replaces_while_it_is_written_does_not_stay(tm
             assert go_on.wait(30)
             return before(header, payload, pace)
 
-        directory.put = slow  # type: ignore[method-assign]
+        directory.put = slow
         put(cache, [1, 2], SMALL)
         assert inside.wait(30)
         put(cache, [1, 2, 3], SMALL)

@@ -30,7 +30,7 @@ def answers(kind: type[wire.Request], *replies: wire.Reply, asked: list[wire.Req
     """A script that takes one request of a kind and answers it."""
 
     def script(session: Session) -> None:
-        asked.append(session.receive(kind))  # type: ignore[type-var]
+        asked.append(session.receive(kind))
         session.send(*replies)
 
     return script
@@ -53,7 +53,7 @@ def report(**fields: object) -> wire.CacheReport:
         "disk_bytes": 9_000_000,
     }
     more = {"disk_limit": 32_000_000_000, "disk_entries": 9, "directory": "/there", "lookups": 4, "hits": 3}
-    return wire.CacheReport(**{"id": 1, **full, **more, "tokens": 1000, "reused": 880, **fields})  # type: ignore[arg-type]
+    return wire.CacheReport(**{"id": 1, **full, **more, "tokens": 1000, "reused": 880, **fields})
 
 
 def test_it_shows_what_is_kept_and_how_much_that_helped(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ Output = Callable[[], tuple[str, str]]
 @pytest.fixture
 def output(capfd: pytest.CaptureFixture[str]) -> Output:
     """What came out since the last call: standard output, standard error."""
-    return lambda: tuple(capfd.readouterr())  # type: ignore[return-value]
+    return lambda: tuple(capfd.readouterr())
 
 
 PROCESS = wire.Process(
@@ -141,7 +141,7 @@ def report(session: Session, **fields: object) -> None:
         "drafted_tokens": 40,
         "accepted_tokens": 30,
     }
-    session.send(wire.StatusReport(id=request.id, **{**usual, **fields}))  # type: ignore[arg-type]
+    session.send(wire.StatusReport(id=request.id, **{**usual, **fields}))
 
 
 def test_status_tells_a_person_how_the_daemon_is(path: Path, output: Output) -> None:

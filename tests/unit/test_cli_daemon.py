@@ -34,7 +34,7 @@ Output = Callable[[], tuple[str, str]]
 @pytest.fixture
 def output(capfd: pytest.CaptureFixture[str]) -> Output:
     """What came out since the last call: standard output, standard error."""
-    return lambda: tuple(capfd.readouterr())  # type: ignore[return-value]
+    return lambda: tuple(capfd.readouterr())
 
 
 # ------------------------------------------------------------ stopping

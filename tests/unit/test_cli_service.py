@@ -26,7 +26,7 @@ Output = Callable[[], tuple[str, str]]
 @pytest.fixture
 def output(capfd: pytest.CaptureFixture[str]) -> Output:
     """What came out since the last call: standard output, standard error."""
-    return lambda: tuple(capfd.readouterr())  # type: ignore[return-value]
+    return lambda: tuple(capfd.readouterr())
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_logs_show_as_much_as_was_asked_for(systemd: FakeSystemd) -> None:
         ("--lines=50", "--no-pager"),
         ("--lines=7", "--follow"),
     ]
-    systemd.show = lambda *_command: 1  # type: ignore[method-assign]
+    systemd.show = lambda *_command: 1
     assert cli.main(["service", "logs"]) == exits.FAILED
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlxbcd.model import cuda
 
 
-class Tied(nn.Module):  # type: ignore[misc]
+class Tied(nn.Module):
     """An embedding and a layer, quantised."""
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ async def test_every_job_runs_on_one_thread_that_is_not_the_loops(device: Device
 
 async def test_jobs_run_in_the_order_submitted(device: Device) -> None:
     order: list[int] = []
-    futures = [device.submit(lambda i=i: order.append(i)) for i in range(20)]  # type: ignore[misc]
+    futures = [device.submit(lambda i=i: order.append(i)) for i in range(20)]
     await asyncio.gather(*futures)
     assert order == list(range(20))
 
@@ -149,7 +149,7 @@ async def test_messages_reach_the_loop_in_order(device: Device) -> None:
 async def test_closing_lets_queued_jobs_finish_and_refuses_new_ones() -> None:
     device = Device()
     device.start()
-    futures = [device.submit(lambda i=i: i) for i in range(5)]  # type: ignore[misc]
+    futures = [device.submit(lambda i=i: i) for i in range(5)]
     await asyncio.gather(device.close(), device.close())
     assert [future.result() for future in futures] == list(range(5))
     with pytest.raises(DeviceClosed):

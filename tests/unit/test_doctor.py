@@ -74,7 +74,7 @@ def status(**fields: object) -> wire.StatusReport:
         "footprint": GIB,
         "footprint_measure": "rss",
     }
-    return wire.StatusReport(**(usual | fields))  # type: ignore[arg-type]
+    return wire.StatusReport(**(usual | fields))
 
 
 def welcome(**fields: object) -> wire.Welcome:
@@ -86,7 +86,7 @@ def welcome(**fields: object) -> wire.Welcome:
         "models": [],
         "max_frame": 4096,
     }
-    return wire.Welcome(**(usual | fields))  # type: ignore[arg-type]
+    return wire.Welcome(**(usual | fields))
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_a_daemon_that_the_system_killed_is_told_with_what_to_do(
 ) -> None:
     ask = systemd.run
 
-    def killed(*command: str):  # type: ignore[no-untyped-def]
+    def killed(*command: str):
         outcome = ask(*command)
         return replace(outcome, out=outcome.out.replace("Result=success", "Result=oom-kill"))
 

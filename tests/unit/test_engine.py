@@ -112,7 +112,7 @@ async def test_however_much_an_iteration_tells_the_loop_is_woken_once_for_it() -
             told.append(callback)
             tell(callback, *args)
 
-        bench.device.tell = counted  # type: ignore[method-assign]
+        bench.device.tell = counted
         done = threading.Event()
 
         def burst() -> None:
@@ -492,7 +492,7 @@ async def test_what_can_be_restored_is_not_left_to_do() -> None:
         bench.runner.restored[key] = 55
         order: list[str] = []
         for name, listener in (("short", short), ("long", long)):
-            listener._react = lambda heard, name=name: order.append(name)  # type: ignore[misc]
+            listener._react = lambda heard, name=name: order.append(name)
         await bench.engine.drain()
         assert order[0] == "long"
 

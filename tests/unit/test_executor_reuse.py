@@ -106,7 +106,7 @@ def test_each_candidate_leaves_its_own_output(cache: PrefixCache) -> None:
     request = dataclasses.replace(asking(prompt(6), 5, temperature=1.0, seed=1), candidates=3)
     one.iterate(piece=("n", LONG), start=[("n", request)])
     one.finish()
-    outputs = {event.key: [] for event in one.events if hasattr(event, "sample")}  # type: ignore[var-annotated]
+    outputs = {event.key: [] for event in one.events if hasattr(event, "sample")}
     for event in one.events:
         if hasattr(event, "sample"):
             outputs[event.key].append(event.sample.token)

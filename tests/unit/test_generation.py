@@ -79,7 +79,7 @@ class Session:
         channels = ChannelSplitter(self.tokenizer.reasoning, inside=self.inside)
         stage = TextStage(self.tokenizer, request.stop, channels)
         stage.prime(request.forced)
-        self.generation.start(self.engine, request, self.tokenizer, [stage])  # type: ignore[arg-type]
+        self.generation.start(self.engine, request, self.tokenizer, [stage])
         return self
 
     def draw(self, *tokens: int) -> None:
@@ -307,7 +307,7 @@ def test_an_output_that_was_complete_when_resumed_ends_at_once(
 async def test_a_cancel_while_preparing_ends_the_preparation(tokenizer: Tokenizer) -> None:
     session = Session(tokenizer)
     forever = asyncio.get_running_loop().create_task(asyncio.Event().wait())
-    session.generation.preparing(forever)  # type: ignore[arg-type]
+    session.generation.preparing(forever)
     session.generation.cancel()
     assert session.done.usage == wire.Usage(prompt=0, generated=0)
     with pytest.raises(asyncio.CancelledError):
@@ -325,7 +325,7 @@ async def test_a_preparation_that_ends_its_own_generation_is_not_cancelled_by_it
         return "to its end"
 
     task = asyncio.get_running_loop().create_task(prepare())
-    session.generation.preparing(task)  # type: ignore[arg-type]
+    session.generation.preparing(task)
     assert await task == "to its end"
     assert len(session.terminal) == 1
 

@@ -164,7 +164,7 @@ def test_a_path_is_no_name_unless_it_is_that_of_a_known_model(endpoint: Endpoint
     def script(session: Session) -> None:
         known = wire.ModelEntry(name="/known", source="directory", path="/known", bytes=1)
         while True:
-            request = session.receive(wire.Request)  # type: ignore[type-var]
+            request = session.receive(wire.Request)
             match request:
                 case wire.Models():
                     session.send(wire.ModelList(id=request.id, models=[known]))

@@ -56,7 +56,7 @@ class Caller:
 
     def __call__(self, session: Session) -> None:
         while True:
-            request = session.receive(wire.Request)  # type: ignore[type-var]
+            request = session.receive(wire.Request)
             if isinstance(request, wire.Cancel):
                 self.cancelled += 1
                 continue

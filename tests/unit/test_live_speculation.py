@@ -95,8 +95,8 @@ async def test_a_trace_tells_each_round_and_what_came_of_it(house: House) -> Non
     rounds = [span.facts for span in spans if span.name == "round"]
     assert rounds
     assert all(facts["rows"] == 1 and facts["width"] == 1 + facts["drafted"] for facts in rounds)
-    assert sum(facts["drafted"] for facts in rounds) == usage.drafted  # type: ignore[misc]
-    assert sum(facts["accepted"] for facts in rounds) == usage.accepted  # type: ignore[misc]
+    assert sum(facts["drafted"] for facts in rounds) == usage.drafted
+    assert sum(facts["accepted"] for facts in rounds) == usage.accepted
     (request,) = (span.facts for span in spans if span.name == "request")
     told = {name: request[name] for name in ("forwards", "drafted", "accepted")}
     assert told == {"forwards": usage.forwards, "drafted": usage.drafted, "accepted": usage.accepted}

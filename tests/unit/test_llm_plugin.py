@@ -52,7 +52,7 @@ class Partner:
 
     def __call__(self, session: Session) -> None:
         while True:
-            request = session.receive(wire.Request)  # type: ignore[type-var]
+            request = session.receive(wire.Request)
             match request:
                 case wire.Models():
                     session.send(wire.ModelList(id=request.id, models=ENTRIES))
@@ -169,7 +169,7 @@ def test_who_stops_reading_cancels(path: Path) -> None:
     with FakeDaemon(path, cancelled(heard)):
         pieces = iter(Mlxbc(None).prompt("Hello"))
         assert next(pieces) == "Once"
-        pieces.close()  # type: ignore[attr-defined]
+        pieces.close()
         assert heard.wait(10)
 
 

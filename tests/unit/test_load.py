@@ -168,7 +168,7 @@ def test_parameters_that_an_architecture_protects_are_not_narrowed(
     directory = write(tmp_path / "m", parameters(random_model()))
     model_class, args_class = zoo.model_classes(CONFIG)
 
-    class Careful(model_class):  # type: ignore[misc, valid-type]
+    class Careful(model_class):
         @property
         def cast_predicate(self) -> Callable[[str], bool]:
             return lambda name: "norm" not in name

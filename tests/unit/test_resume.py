@@ -31,7 +31,7 @@ class Lives:
     def __call__(self, session: Session) -> None:
         request = session.receive(wire.Generate)
         self.asked.append(request)
-        self._scripts.pop(0)(_Replayed(session, request))  # type: ignore[arg-type]
+        self._scripts.pop(0)(_Replayed(session, request))
 
 
 class _Replayed:
@@ -46,7 +46,7 @@ def says(*tokens: tuple[int, str], then: str = "dies", begin: bool = True) -> Sc
     """A script that says tokens and then `dies`, is `done`, or has an error of that code."""
 
     def script(session: Session) -> None:
-        request: wire.Generate = session.request  # type: ignore[attr-defined]
+        request: wire.Generate = session.request
         if begin:
             session.send(accepted(request))
         for token, text in tokens:
@@ -55,7 +55,7 @@ def says(*tokens: tuple[int, str], then: str = "dies", begin: bool = True) -> Sc
             session.send(done(request, generated=3))
         elif then != "dies":
             retryable = then != "bad_request"
-            session.send(wire.Error(id=request.id, code=then, message="no", retryable=retryable))  # type: ignore[arg-type]
+            session.send(wire.Error(id=request.id, code=then, message="no", retryable=retryable))
 
     return script
 

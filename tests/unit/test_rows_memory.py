@@ -148,7 +148,7 @@ def test_joining_a_small_class_leaves_the_large_ones_alone() -> None:
 
 def test_a_row_that_grows_leaves_the_other_classes_alone() -> None:
     rows = filled(composition("full"), {0: 30_000, 1: geometry.SMALLEST - 1, 2: 100})
-    large, small = buffers(rows, rows.place(0).group), rows.layouts[0].stores[rows.place(2).group]  # type: ignore[attr-defined]
+    large, small = buffers(rows, rows.place(0).group), rows.layouts[0].stores[rows.place(2).group]
     grown = 2 * geometry.SMALLEST * BYTES_PER_TOKEN
 
     def grow() -> None:
@@ -157,7 +157,7 @@ def test_a_row_that_grows_leaves_the_other_classes_alone() -> None:
 
     assert peak_above_active(grow) <= 2.1 * grown
     assert all(a is b for a, b in zip(buffers(rows, rows.place(0).group), large, strict=True))
-    assert rows.layouts[0].stores[rows.place(2).group] is small  # type: ignore[attr-defined]
+    assert rows.layouts[0].stores[rows.place(2).group] is small
 
 
 def test_a_row_that_leaves_costs_at_most_the_row_that_takes_its_slot(eight: Rows) -> None:
@@ -227,4 +227,4 @@ def test_arrays_and_memory_stay_bounded_over_any_number_of_changes(steps: int, m
 
 def buffers(rows: Rows, group: geometry.Class) -> list[mx.array]:
     """The buffers of one class, over all layers."""
-    return [part for layout in rows.layouts for part in layout.stores[group].parts]  # type: ignore[attr-defined]
+    return [part for layout in rows.layouts for part in layout.stores[group].parts]

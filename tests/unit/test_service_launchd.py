@@ -176,7 +176,7 @@ def test_an_agent_that_was_loaded_meanwhile_is_loaded(fake: FakeLaunchd, tmp_pat
     fake.reluctant = 1
     agent = fake.loaded["gui/501"]
     manager.stop()
-    fake.wait = lambda _seconds: fake.loaded.update({"gui/501": agent})  # type: ignore[method-assign]
+    fake.wait = lambda _seconds: fake.loaded.update({"gui/501": agent})
     manager.start()
     assert "gui/501" in fake.loaded
 

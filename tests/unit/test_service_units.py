@@ -31,7 +31,7 @@ ODDER = f"{ODD}\\d\"e'"
 def parsed(unit: bytes) -> configparser.ConfigParser:
     """A unit's settings; those of ours are each given once, or this fails."""
     parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), comment_prefixes=("#",))
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.optionxform = str
     parser.read_string(unit.decode())
     return parser
 

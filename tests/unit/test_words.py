@@ -85,8 +85,8 @@ def test_the_format_is_found_and_its_calls_come_out_token_by_token(tmp_path: Pat
     ]
     assert any(token >= 267 for token in tokens)
     pieces = [piece for token in tokens for piece in stage.push(token)] + stage.finish()
-    assert "".join(piece for channel, piece in pieces if channel == "reasoning") == "é"  # type: ignore[misc]
-    assert "".join(piece for channel, piece in pieces if channel == "text") == "So: "  # type: ignore[misc]
+    assert "".join(piece for channel, piece in pieces if channel == "reasoning") == "é"
+    assert "".join(piece for channel, piece in pieces if channel == "text") == "So: "
     calls = [piece for _, piece in pieces if isinstance(piece, ToolCall)]
     assert heard(calls) == [(0, "get_weather", ARGUMENTS[0]), (1, "look_up", ARGUMENTS[1])]
     assert stage.unparsed == []

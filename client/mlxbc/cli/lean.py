@@ -17,6 +17,6 @@ def import_msgspec() -> None:
         return
     sys.modules[_BACKPORTS] = None  # type: ignore[assignment]  # what makes an import of it fail
     try:
-        import msgspec  # noqa: F401
+        import msgspec  # noqa: F401  # from now on everybody finds it
     finally:
         del sys.modules[_BACKPORTS]

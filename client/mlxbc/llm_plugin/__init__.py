@@ -15,7 +15,7 @@ try:
     from llm import hookimpl
 except ModuleNotFoundError:  # some other program looks at the entry points of all packages
 
-    def hookimpl(function: F) -> F:  # type: ignore[misc]
+    def hookimpl(function: F) -> F:  # type: ignore[misc]  # the other one has options
         """Leave the function as it is: nobody is there to call it."""
         return function
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from mlxbcd.config import kinds
 from mlxbcd.config.kinds import FOREVER, Kind
@@ -104,7 +104,7 @@ class Settings:
     aliases: Mapping[str, str] = field(default_factory=dict)
     drafts: Mapping[str, str] = field(default_factory=dict)
     log_level: str = _key("log.level", kinds.choice(*LOG_LEVELS), "info", "The least that is logged.", live=True)
-    log_file: Path | None = _key("log.file", kinds.path(), None, "Log there, rotated; empty is standard error.")  # noqa: RUF009
+    log_file: Path | None = _key("log.file", kinds.path(), None, "Log there, rotated; empty is standard error.")
     log_format: str = _key(
         "log.format", kinds.choice("text", "json"), "text", "Lines for people, or one JSON object a line."
     )
@@ -145,7 +145,7 @@ class Settings:
         "power.low_power", _YIELD, "yield", "What they do in the system's low power mode.", live=True
     )
     power_thermal: str = _key("power.thermal", _YIELD, "yield", "What they do while the machine is hot.", live=True)
-    cache_mode: str = _key(
+    cache_mode: Literal["none", "ram", "disk"] = _key(
         "cache.mode",
         kinds.choice("none", "ram", "disk"),
         "disk",
@@ -168,7 +168,7 @@ class Settings:
     cache_free: int | None = _key(
         "cache.free", kinds.size(), 4_000_000_000, "What must stay free on that disk, whatever happens."
     )
-    cache_directory: Path | None = _key(  # noqa: RUF009
+    cache_directory: Path | None = _key(
         "cache.directory", kinds.path(), None, "Keep them there; empty is the user's cache directory."
     )
     queue: int = _key(

@@ -99,8 +99,6 @@ class PackingRanges:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PackingRanges) and self._ranges == other._ranges
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         paying = [f"{riding}/{total}: {gain:.2f}" for riding, total, gain in self.paying()]
         return f"PackingRanges({', '.join(paying) or 'nothing pays'})"

@@ -140,4 +140,4 @@ def _rebind(model: nn.Module) -> None:
     for name in homes:
         home = sys.modules.get(name)
         if home is not None and getattr(home, "swiglu", None) is _zoo_swiglu and home is not activations:
-            home.swiglu = _swiglu  # type: ignore[attr-defined]
+            vars(home)["swiglu"] = _swiglu

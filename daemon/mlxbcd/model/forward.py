@@ -198,7 +198,7 @@ def bind_attention(model: nn.Module) -> int:
                 continue
             current = getattr(home, "scaled_dot_product_attention", None)
             if current is _zoo_attention:
-                home.scaled_dot_product_attention = attend  # type: ignore[attr-defined]
+                vars(home)["scaled_dot_product_attention"] = attend
                 bound += 1
             elif current is attend:
                 bound += 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -193,7 +193,7 @@ def _read_weights(directory: Path) -> Weights:
     for file in files:
         safetensors.data_bytes(file)
         try:
-            weights.update(mx.load(str(file)))  # type: ignore[arg-type]
+            weights.update(cast("Weights", mx.load(str(file))))
         except (RuntimeError, ValueError) as error:
             raise _failed(directory, f"{file.name} cannot be read: {error}") from error
     return weights

@@ -33,7 +33,6 @@ class Parts:
         raise Unpackable("it computes with a value of several groups at once")
 
     __bool__ = __len__ = __iter__ = __eq__ = __ne__ = __getitem__ = _refuse
-    __hash__ = None  # type: ignore[assignment]
 
 
 class PackedView(Parts):
@@ -87,12 +86,12 @@ class PackedView(Parts):
         keys, values = zip(*(view.keys_and_values() for view in self.parts), strict=True)
         return Parts(keys), Parts(values)
 
-    def __getitem__(self, i: int) -> PackedView:  # type: ignore[override]
+    def __getitem__(self, i: int) -> PackedView:  # type: ignore[override]  # of all parts, a view answers
         if not all(hasattr(view, "caches") for view in self.parts):
             raise Unpackable("it reads recurrent state of several groups at once")
         return self.caches[i]
 
-    def __bool__(self) -> bool:  # type: ignore[override]
+    def __bool__(self) -> bool:  # type: ignore[override]  # the same
         return True
 
 

@@ -40,7 +40,7 @@ class _Root(ModuleType):
         # Introspection asks every module for dunder names; that is no use of the package.
         if not name.startswith("__"):
             spec = self.__spec__
-            self.__class__ = ModuleType  # type: ignore[assignment]
+            self.__class__ = ModuleType  # type: ignore[assignment]  # from now on a module like others
             if spec is not None and spec.loader is not None:
                 spec.loader.exec_module(self)
             if name in self.__dict__:

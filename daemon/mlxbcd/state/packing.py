@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, cast
 
 import mlx.core as mx
 
@@ -170,5 +170,5 @@ def _advance(
 def _apart(ours: mx.array, wanted: mx.array) -> float:
     """Largest difference as a multiple of what is tolerated; NaN where either holds NaN."""
     tolerance = _TOLERANCE if wanted.dtype == mx.float32 else _COARSE_TOLERANCE
-    apart: float = (mx.abs(ours - wanted).max() / mx.maximum(mx.abs(wanted).max(), 1e-6)).item()  # type: ignore[assignment]
-    return apart / tolerance
+    apart = mx.abs(ours - wanted).max() / mx.maximum(mx.abs(wanted).max(), 1e-6)
+    return cast("float", apart.item()) / tolerance

@@ -179,7 +179,7 @@ Sandbox.code_generator_class = _CodeGenerator
 class _GenerationTag(Extension):
     """``{% generation %}`` marks an assistant's words for training; here its body simply renders."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}  # noqa: RUF012  # as the base has it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
