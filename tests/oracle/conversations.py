@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from mlxbcd.cache.disk import Directory
 from mlxbcd.cache.index import Index
-from mlxbcd.cache.service import Lease, PrefixCache, Space
+from mlxbcd.cache.lookups import Lease
+from mlxbcd.cache.service import PrefixCache, Space
 from mlxbcd.state.composition import Composition
 from mlxbcd.state.geometry import capacity_for
 from mlxbcd.state.rows import COLD, Joiner, Rows, RowState, commit

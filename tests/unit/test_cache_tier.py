@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -189,6 +191,77 @@ def test_ram_never_holds_more_than_its_cap_and_what_was_dropped_comes_back(tmp_p
         lease.release()
 
 
+def test_what_is_being_read_is_counted_before_it_is_there(tmp_path: Path) -> None:
+    with cache_at(tmp_path) as cache:
+        for start in (1, 2):
+            put(cache, [start, 2, 3], SMALL)
+        settled(cache)
+        size = cache.index.ram.bytes // 2
+    with cache_at(tmp_path, ram=size + size // 2) as cache, ThreadPoolExecutor(1) as thread:
+        inside, go_on = threading.Event(), threading.Event()
+        directory = tier_of(cache).directory
+        before = directory.get
+
+        def slow(name: str) -> Payload:
+            inside.set()
+            assert go_on.wait(30)
+            return before(name)
+
+        directory.get = slow  # type: ignore[method-assign]
+        first = thread.submit(space(cache).fetch, [1, 2, 3, 4], lambda *_: True)
+        assert inside.wait(30)
+        second = space(cache).fetch([2, 2, 3, 4], lambda *_: True)
+        go_on.set()
+        assert (first.result(30).length, second.length) == (3, 0)
+        assert cache.index.ram.bytes == size
+        first.result().release()
+        second.release()
+        directory.get = before  # type: ignore[method-assign]
+        third = space(cache).fetch([2, 2, 3, 4], lambda *_: True)
+        assert third.length == 3, "the room is free again"
+        third.release()
+
+
+def test_a_process_short_of_files_leaves_those_it_cannot_open_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(path: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with cache_at(tmp_path) as cache:
+        put(cache, [1, 2, 3], SMALL)
+        settled(cache)
+    with cache_at(tmp_path) as cache:
+        with monkeypatch.context() as scarce:
+            scarce.setattr(files, "_open_regular", short)
+            lease = space(cache).fetch([1, 2, 3, 4], lambda *_: True)
+            lease.release()
+            assert (lease.length, cache.leases) == (0, 0)
+        lease = space(cache).fetch([1, 2, 3, 4], lambda *_: True)
+        lease.release()
+        assert lease.length == 3
+    with monkeypatch.context() as scarce:
+        scarce.setattr(files, "_open_regular", short)
+        with cache_at(tmp_path) as cache:
+            assert cache.index.nodes == {}
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 1
+
+
+def test_a_read_that_fails_in_an_unknown_way_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> Payload:
+        raise MemoryError
+
+    with cache_at(tmp_path) as cache:
+        put(cache, [1, 2, 3], SMALL)
+        settled(cache)
+        cache.shed(1 << 30)
+        monkeypatch.setattr(tier_of(cache).directory, "get", fails)
+        with pytest.raises(MemoryError):
+            space(cache).fetch([1, 2, 3, 4], lambda *_: True)
+        assert (cache.leases, cache._promised) == (0, 0)
+        assert not any(node.leases for node in cache.index.nodes.values())
+
+
 def test_what_is_leased_is_not_dropped_however_little_room_there_is(tmp_path: Path) -> None:
     with cache_at(tmp_path, ram=30_000) as cache:
         put(cache, [1, 2, 3], SMALL)
@@ -289,7 +362,7 @@ def test_what_is_being_written_while_the_cache_is_cleared_does_not_stay(tmp_path
         go_on.set()
         settled(cache)
         assert list(tmp_path.glob(f"*{SUFFIX}")) == []
-        assert cache.index.disk.nodes == 0
+        assert cache.index.nodes == {}
 
 
 # ------------------------------------------------------------------------------------------------ the writer
@@ -343,7 +416,7 @@ def test_slow_writing_takes_a_small_share_of_the_time() -> None:
     assert writer.settle(30)
     writer.close(1)
     worked, rested = (sum(each) for each in zip(*times, strict=True))
-    assert worked / (worked + rested) < 0.03
+    assert worked / (worked + rested) < 0.015
 
 
 def test_a_job_that_fails_does_not_end_the_writer(caplog: pytest.LogCaptureFixture) -> None:

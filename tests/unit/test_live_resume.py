@@ -151,6 +151,19 @@ async def test_another_request_under_the_same_stream_starts_anew(model: Path, tm
         assert wrong.of(wire.Done), "tokens that were never drawn are forced all the same"
 
 
+async def test_one_whose_name_another_request_takes_does_not_go_on_for_nobody(model: Path, tmp_path: Path) -> None:
+    async with housed(tmp_path) as house:
+        asked = ask(house, model, on_disconnect="keep", max_tokens=300)
+        await drawn(asked, 3)
+        asked.job.cancel("disconnected")
+        resume = wire.Resume(stream=stream_of(asked), tokens=[])
+        other = ask(house, model, on_disconnect="keep", max_tokens=300, seed=5, resume=resume)
+        await drawn(other, 1)
+        other.job.cancel("disconnected")
+        assert house.service._open == {other.job}
+        assert len(house.service._caches.book._kept) == 1
+
+
 async def test_a_client_that_goes_again_can_come_back_again(model: Path, tmp_path: Path) -> None:
     async with housed(tmp_path) as house:
         alone = await whole(house, model)

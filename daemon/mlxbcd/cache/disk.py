@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from mlxbcd.cache import keys
-from mlxbcd.cache.files import SUFFIX, Header, Unusable, read, read_header, sync, write
+from mlxbcd.cache.files import SUFFIX, Header, Unreadable, Unusable, read, read_header, sync, write
 from mlxbcd.cache.payload import Payload
 
 log = logging.getLogger(__name__)
@@ -110,6 +110,8 @@ class Directory:
                 try:
                     header, size, used = _look(entry)
                     found[header.name] = Found(header, size, max(0.0, now - used))
+                except Unreadable as error:
+                    log.warning("a file in the cache directory can't be read now: %s", error)
                 except (Unusable, OSError) as error:
                     unusable[entry.name] = str(error)
         usable = _connected(found)

@@ -64,11 +64,13 @@ def _next_above(node: Node, *, ram: bool) -> Node | None:
 
 
 def _left(node: Node, gone: set[Node]) -> Iterator[Node]:
-    """Nodes after one that haven't been chosen, nearest first; none after a chosen one, which was a leaf."""
-    for child in node.children.values():
+    """Nodes after one that haven't been chosen; none after a chosen one, which was a leaf."""
+    todo = [*node.children.values()]
+    while todo:
+        child = todo.pop()
         if child not in gone:
             yield child
-            yield from _left(child, gone)
+            todo += child.children.values()
 
 
 def _in(ram: bool, node: Node) -> bool:

@@ -9,6 +9,7 @@ later.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -34,6 +35,9 @@ _PAGE: Final = 4096
 _SLICE: Final = 1 << 20
 _LONGEST_HEADER: Final = 16 << 20
 
+_PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+"""Errors that say nothing about the file."""
+
 _KILL_AT: Final = os.environ.get("MLXBC_TEST_KILL_AT", "")
 """For tests: `POINT` or `POINT:N`, where (and the how manieth time there) the process kills itself."""
 _passed: dict[str, int] = {}
@@ -41,6 +45,10 @@ _passed: dict[str, int] = {}
 
 class Unusable(Exception):
     """A file that isn't one of ours, or not any more; the message says why."""
+
+
+class Unreadable(Unusable):
+    """A file that can't be read at the moment, for want of something that has nothing to do with it."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -120,20 +128,20 @@ def read_header(path: Path) -> tuple[Header, int]:
     """What a file holds, and where its payload begins. The payload is not looked at, except that it is there.
 
     Raises:
-        Unusable: it is not a piece.
+        Unusable: it is not a piece, or can't be read now.
     """
     try:
         with open(path, "rb", buffering=0, opener=_open_regular) as file:
             return _header(file, path)
     except OSError as error:
-        raise Unusable(error.strerror or str(error)) from None
+        raise _why(error) from None
 
 
 def read(path: Path) -> tuple[Header, Payload]:
     """A whole piece, checked.
 
     Raises:
-        Unusable: it is not a piece, or not any more.
+        Unusable: it is not a piece, or not any more, or can't be read now.
     """
     try:
         with open(path, "rb", buffering=0, opener=_open_regular) as file:
@@ -144,7 +152,7 @@ def read(path: Path) -> tuple[Header, Payload]:
             while view:
                 view = view[_some(file.readinto(view)) :]
     except OSError as error:
-        raise Unusable(error.strerror or str(error)) from None
+        raise _why(error) from None
     payload = Payload(header.leaves, data, header.size)
     if zlib.crc32(payload.bytes()) != header.crc:
         raise Unusable("its checksum is wrong")
@@ -204,6 +212,10 @@ def _header(file: io.FileIO, path: Path) -> tuple[Header, int]:
     if size != begin + header.size:
         raise Unusable("it was cut short")
     return header, begin
+
+
+def _why(error: OSError) -> Unusable:
+    return (Unreadable if error.errno in _PASSING else Unusable)(error.strerror or str(error))
 
 
 def _write_all(handle: int, data: bytes | memoryview) -> None:

@@ -12,13 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mlxbcd.cache import eviction, keys
 from mlxbcd.cache.disk import Directory
-from mlxbcd.cache.files import Header, Unusable
-from mlxbcd.cache.index import Gap, Index, Match, Why
+from mlxbcd.cache.files import Header, Unreadable, Unusable
+from mlxbcd.cache.index import Gap, Index, Match
+from mlxbcd.cache.lookups import Counters, Explained, Lease
 from mlxbcd.cache.nodes import Namespace, Node
 from mlxbcd.cache.payload import Payload
 from mlxbcd.cache.tier import Tier
@@ -32,84 +32,6 @@ log = logging.getLogger(__name__)
 
 LEAST_PUBLISHED: Final = 256
 """Shorter prefixes are processed again sooner than they are found."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """What has happened since the start.
-
-    Attributes:
-        lookups: requests that asked.
-        hits: those that found something.
-        tokens: prompt tokens of all that asked.
-        reused: tokens they found.
-        from_disk: tokens of these that were read from the disk for them.
-        published: pieces taken in.
-        evicted: pieces dropped from RAM for want of room.
-        refused: pieces not taken in, since what is in use left no room.
-    """
-
-    lookups: int = 0
-    hits: int = 0
-    tokens: int = 0
-    reused: int = 0
-    from_disk: int = 0
-    published: int = 0
-    evicted: int = 0
-    refused: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """What the cache knows about a prompt.
-
-    Attributes:
-        tokens: of the prompt.
-        ram, disk: reusable tokens, in RAM alone and with what is on disk.
-        matched: tokens that something stored begins with alike.
-        why: why it isn't more.
-    """
-
-    tokens: int
-    ram: int
-    disk: int
-    matched: int
-    why: Why
-
-
-class Lease:
-    """A prefix that stays until `release`, which may be called on any thread and more than once."""
-
-    def __init__(self, cache: PrefixCache, match: Match) -> None:
-        self._cache: PrefixCache | None = cache
-        self.match = match
-
-    def __repr__(self) -> str:
-        return f"Lease({self.match}{', released' if self._cache is None else ''})"
-
-    @property
-    def length(self) -> int:
-        """Tokens it covers."""
-        return self.match.length
-
-    def restore(self, layouts: Sequence[Layout], capacity: int = 0) -> RowState:
-        """The state, as copies of its own, with room for `capacity` positions. On the device thread.
-
-        Raises:
-            ValueError: it is not of a row with these layouts.
-        """
-        from mlxbcd.cache import portable
-
-        path = self.match.node.path
-        blocks = [node.payload for node in path if not node.anchor]
-        anchor = path[-1].payload if path[-1].anchor else None
-        return portable.restore(layouts, blocks, anchor, self.length, self.match.node.converted_at, capacity)
-
-    def release(self) -> None:
-        """Let it go."""
-        cache, self._cache = self._cache, None
-        if cache is not None:
-            cache.release(self.match.node)
 
 
 class PrefixCache:
@@ -134,8 +56,11 @@ class PrefixCache:
         self._closed = False
         self.tier: Tier | None = None
         if directory is not None:
-            self.tier = Tier(directory, self.index, self.lock, cap=disk, floor=floor, describe=self._describe)
+            self.tier = Tier(
+                directory, self.index, self.lock, cap=disk, floor=floor, describe=self._describe, let_go=self._let_go
+            )
         self._cleared_at = 0.0
+        self._promised = 0
 
     def __repr__(self) -> str:
         return f"PrefixCache({self.index}, {self._leases} leases)"
@@ -184,11 +109,7 @@ class PrefixCache:
         """See `Lease.release`."""
         with self.lock:
             self._leases -= 1
-            path = node.path
-            self.index.release(node)
-            for each in reversed(path):
-                if each.used <= self._cleared_at and each in self.index.ram_leaves and not each.leases:
-                    self.index.spill(each)
+            self._let_go(node)
             self._make_room(0)
 
     def close(self, patience: float = 0.0) -> None:
@@ -205,8 +126,17 @@ class PrefixCache:
         self._leases += 1
         return Lease(self, match)
 
+    def _let_go(self, node: Node) -> None:
+        """Release a node of the index; what was cleared while it was in use goes too."""
+        path = node.path
+        self.index.release(node)
+        for each in reversed(path):
+            if each.used <= self._cleared_at and each in self.index.ram_leaves and not each.leases:
+                self.index.spill(each)
+
     def _make_room(self, nbytes: int) -> bool:
-        """Drop the oldest states until so many bytes more fit; whether they do."""
+        """Drop the oldest states until so many bytes more fit, beside what is being read; whether they do."""
+        nbytes += self._promised
         excess = self.index.ram.bytes + nbytes - self.ram
         if excess > 0:
             victims = eviction.from_ram(self.index, time.monotonic(), excess)
@@ -311,28 +241,48 @@ class Space:
                 if not missing or here >= match.length or not worth(here, match.length, tier.rate.seconds(nbytes)):
                     break
                 lease = cache._lease(match)
-                if not cache._make_room(nbytes):
-                    fits = False
-                else:
-                    fits = True
+                fits = cache._make_room(nbytes)
+                cache._promised += nbytes * fits
             if not fits:
                 lease.release()
                 break
             try:
-                for node in missing:
-                    payload = tier.load(node)
-                    with cache.lock:
-                        if not node.ram:
-                            cache.index.fill(node, payload)
+                self._read(tier, missing)
+            except Unreadable as error:
+                log.warning("a cached state can't be read now: %s", error)
+                lease.release()
+                break
             except Unusable:
                 lease.release()
                 continue
+            except BaseException:
+                lease.release()
+                raise
             with cache.lock:
                 cache.index.touch(match.node, time.monotonic(), session)
                 cache.counters.from_disk += match.length - here
             tier.touch(match.node.path)
             return lease
         return self.take(ids, session, counted=False)
+
+    def _read(self, tier: Tier, missing: Sequence[Node]) -> None:
+        """Read leased nodes whose bytes are promised.
+
+        Raises:
+            Unusable: one is gone, damaged, or can't be read now.
+        """
+        promised = sum(node.nbytes for node in missing)
+        try:
+            for node in missing:
+                payload = tier.load(node)
+                with self.cache.lock:
+                    self.cache._promised -= node.nbytes
+                    promised -= node.nbytes
+                    if not node.ram:
+                        self.cache.index.fill(node, payload)
+        finally:
+            with self.cache.lock:
+                self.cache._promised -= promised
 
     def publish(
         self,

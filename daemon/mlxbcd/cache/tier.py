@@ -16,7 +16,7 @@ from typing import Final
 
 from mlxbcd.cache import eviction
 from mlxbcd.cache.disk import Directory
-from mlxbcd.cache.files import Header, Unusable
+from mlxbcd.cache.files import Header, Unreadable, Unusable
 from mlxbcd.cache.index import Index
 from mlxbcd.cache.nodes import Node
 from mlxbcd.cache.payload import Payload, resident_bytes
@@ -62,6 +62,7 @@ class Tier:
         cap: bytes of all files together.
         floor: bytes that must stay free on the file system.
         describe: the header of a node's file.
+        let_go: releases a node that has been written, under the lock.
 
     Attributes:
         written, failed: pieces since the start.
@@ -77,6 +78,7 @@ class Tier:
         cap: int,
         floor: int,
         describe: Callable[[Node, Payload], Header],
+        let_go: Callable[[Node], None],
     ) -> None:
         self.directory = directory
         self.cap = cap
@@ -89,6 +91,7 @@ class Tier:
         self._index = index
         self._lock = lock
         self._describe = describe
+        self._let_go = let_go
         self._refused_at = -_AGAIN_S
         self._touched: set[str] = set()
         self._generation = 0
@@ -153,11 +156,14 @@ class Tier:
         """Read a node's state, and measure how long it takes.
 
         Raises:
+            Unreadable: it may be read later.
             Unusable: it is gone, or damaged; the node and everything after it are off the disk then.
         """
         began = time.monotonic()
         try:
             payload = self.directory.get(node.id)
+        except Unreadable:
+            raise
         except Unusable as error:
             log.warning("a piece of cached state is of no use and is removed: %s", error)
             with self._lock:
@@ -199,7 +205,7 @@ class Tier:
             self._refused(error.strerror or str(error))
         finally:
             with self._lock:
-                self._index.release(node)
+                self._let_go(node)
                 gone = self._superseded(node)
             for name in gone:
                 self.directory.remove(name)
@@ -214,7 +220,7 @@ class Tier:
         return [each.id for each in gone]
 
     def _write(self, node: Node, payload: Payload, generation: int) -> None:
-        if self._index.disk.bytes + payload.size > self.cap:
+        if self._index.disk.bytes + payload.size + _HEADERS > self.cap:
             return
         if self.directory.free() - payload.size < self.floor:
             self._refused(f"less than {self.floor / 1e9:.1f} GB would stay free")

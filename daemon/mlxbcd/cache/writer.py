@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 Job: TypeAlias = Callable[[], None]
 
-_SHARE: Final = 0.02
-"""Of the time, that slow writing takes."""
+_SHARE: Final = 0.01
+"""Of the time, that slow writing takes. A step that needs all cores waits for the one that is taken from it."""
 
 
 class Pace(enum.Enum):

@@ -21,13 +21,15 @@ from mlxbc.paths import cache_dir
 from mlxbcd.cache import sizes
 from mlxbcd.cache.disk import Directory, Taken
 from mlxbcd.cache.identity import Changed, identity
-from mlxbcd.cache.service import Explained, Lease, PrefixCache, Space
+from mlxbcd.cache.lookups import Explained, Lease
+from mlxbcd.cache.service import PrefixCache, Space
 from mlxbcd.cache.streams import Streams
 from mlxbcd.cache.writer import Pace
 from mlxbcd.config.settings import Settings
 from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.engine import Activity
 from mlxbcd.engine.scheduler import Policy
+from mlxbcd.errors import outline
 from mlxbcd.plan.request import Caching, Keep, Request
 from mlxbcd.plan.resolve import Feature
 from mlxbcd.plan.snapshots import boundaries
@@ -243,6 +245,9 @@ class Caches:
         except asyncio.CancelledError:
             reading.add_done_callback(_release)
             raise
+        except Exception as error:
+            log.error("a cached state could not be read: %s", outline(error))
+            return space.take(ids, request.caching.session, counted=False)
 
     # -- people
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Final
 
 from mlxbc import wire
-from mlxbcd.cache.service import Lease, Space
+from mlxbcd.cache.lookups import Lease
+from mlxbcd.cache.service import Space
 from mlxbcd.config.settings import Settings
 from mlxbcd.errors import ServeError
 from mlxbcd.plan.freeze import freeze, needs

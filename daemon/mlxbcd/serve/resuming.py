@@ -99,7 +99,11 @@ class Book:
         assert recording.keep_s is not None
         loop = asyncio.get_running_loop()
         if (before := self._kept.pop(recording.stream, None)) is not None:
-            before[1].cancel()
+            other, timer = before
+            timer.cancel()
+            if other is not generation:
+                # Of another request, under the same name: nobody can come back for it any more.
+                other.expire()
         self._kept[recording.stream] = generation, loop.call_later(recording.keep_s, self._expire, recording.stream)
 
     def take(self, wanted: Recording) -> Generation | None:
