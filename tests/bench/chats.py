@@ -24,6 +24,7 @@ class Chat:
     Attributes:
         arrivals: when each piece of text came; servers send one per token, save where a character spans tokens.
         prompt: tokens of the prompt, once it is over.
+        cached: of them, those whose state was restored; ours says so.
         generated: tokens of the answer, once it is over.
     """
 
@@ -33,6 +34,7 @@ class Chat:
     ended: float = 0.0
     arrivals: list[float] = field(default_factory=list)
     prompt: int = 0
+    cached: int = 0
     generated: int = 0
     _mark: tuple[int, asyncio.Event] | None = None
 
@@ -84,6 +86,7 @@ class Ours:
                         chat.piece()
         usage = stream.result.usage
         chat.ended, chat.prompt, chat.generated = perf_counter(), usage.prompt, usage.generated
+        chat.cached = usage.cached
         return chat
 
 
