@@ -115,7 +115,7 @@ def test_companions_cover_what_the_target_covers_whatever_happens(name: str) -> 
         if group._flight is None:
             for key in group.keys:
                 covered = len(made[key].prompt) + len(play.tokens(key)) - 1
-                assert drafter._rows.lengths[key] + len(drafter._owed[key]) == covered
+                assert drafter._own.rows.lengths[key] + len(drafter._own.owed[key]) == covered
                 if rng.random() < 0.2:
                     check_companion(drafter, key, [*made[key].prompt, *play.tokens(key)])
 
@@ -143,8 +143,8 @@ def test_a_long_text_is_read_in_pieces_before_anything_is_proposed() -> None:
     read = []
     while len(play.group):
         play.step()
-        if 0 in drafter._rows:
-            read.append(drafter._rows.lengths[0])
+        if 0 in drafter._own.rows:
+            read.append(drafter._own.rows.lengths[0])
     assert read[:2] == [CHUNK, 2 * CHUNK]
     figures = play.statistics(0)
     assert figures.drafts.accepted == figures.drafts.drafted > 0

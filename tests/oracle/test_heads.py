@@ -171,21 +171,21 @@ def test_a_heads_state_is_what_reading_all_of_a_text_anew_gives(store: Path) -> 
         if group._flight is None:
             for key in group.keys:
                 text = [*made[key].prompt, *play.tokens(key)]
-                assert drafter._rows.lengths[key] + len(drafter._owed[key].tokens) == len(text) - 1
+                assert drafter._own.rows.lengths[key] + len(drafter._own.owed[key].tokens) == len(text) - 1
                 checked += check_entries(model, drafter, key, text)
     assert checked > 10
 
 
 def check_entries(model: Built, drafter: HeadDrafter, key: Key, text: list[int]) -> int:
-    entries = drafter._rows.lengths[key]
+    entries = drafter._own.rows.lengths[key]
     if not entries:
         return 0
     forward = model.executor.forward
     hidden = forward.hidden(mx.array([text[:entries]]), model.executor.composition.make_stock())
     embedded = heads.embedding(forward.model)(mx.array([text[1 : entries + 1]]))
-    (stock,) = drafter._rows.composition.make_stock()
+    (stock,) = drafter._own.rows.composition.make_stock()
     drafter.head(hidden, embedded, stock)
-    (ours,) = drafter._rows.extract(key).layers
+    (ours,) = drafter._own.rows.extract(key).layers
     for got, wanted in zip(ours.parts, (stock.keys, stock.values), strict=True):
         assert mx.allclose(got, wanted[:, :, :entries], atol=2e-3).item()
     return 1

@@ -91,6 +91,7 @@ DECISIONS: Final = {
     "mlxbcd.spec.echo",
     "mlxbcd.spec.forcing",
     "mlxbcd.spec.lookup",
+    "mlxbcd.spec.pace",
     "mlxbcd.spec.rates",
     "mlxbcd.spec.statistics",
     "mlxbcd.state.geometry",

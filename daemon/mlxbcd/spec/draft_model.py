@@ -20,14 +20,14 @@ import mlx.core as mx
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.sampling.sampler import Samplers
 from mlxbcd.spec.drafter import Asked, Companion, Covered, Selection
+from mlxbcd.spec.followers import Followers, FollowersChange
+from mlxbcd.spec.pace import Pace
 from mlxbcd.state.composition import Composition
 from mlxbcd.state.geometry import Key
-from mlxbcd.state.rows import COLD, Joiner, PreparedChange, Rows, commit
+from mlxbcd.state.rows import COLD, Joiner, Rows, commit
 
 CHUNK: Final = 64
 """Tokens that are read at once of what is owed, so that a row with a long text holds nobody up for long."""
-
-_SMOOTHING: Final = 0.2
 
 
 @dataclass(slots=True)
@@ -50,46 +50,40 @@ class ModelDrafter:
     selection: Selection = Selection.REQUEST
     reads_hidden: bool = field(default=False, init=False)
     token_bytes: float = field(init=False)
-    _rows: Rows = field(init=False)
-    _owed: dict[Key, list[int]] = field(default_factory=dict, init=False)
-    _ahead: dict[Key, int] = field(default_factory=dict, init=False)
-    _token_s: dict[int, float] = field(default_factory=dict, init=False)
+    _own: Followers[list[int]] = field(init=False)
+    _pace: Pace = field(default_factory=Pace, init=False)
 
     def __post_init__(self) -> None:
         if self.composition.reason:
             raise ValueError(f"the draft model's rows run alone: {self.composition.reason}")
         if self.composition.recorder is not None or self.composition.rollback_reason:
             raise ValueError("the draft model's state can't be cut back token by token; take one with attention alone")
-        self._rows = Rows(self.composition, widest=CHUNK)
+        self._own = Followers(Rows(self.composition, widest=CHUNK), lambda companion: list(companion.owed))
         self.token_bytes = self._measured()
 
     def __repr__(self) -> str:
-        return f"ModelDrafter({self.name}, {self._rows})"
+        return f"ModelDrafter({self.name}, {self._own.rows})"
 
     @property
     def nbytes(self) -> int:
-        return self._rows.nbytes
+        return self._own.rows.nbytes
 
     def seconds(self, rows: int, depth: int) -> float:
-        """What a draft is expected to take; 0 before the first."""
-        if not self._token_s:
-            return 0.0
-        return depth * self._token_s[min(self._token_s, key=lambda seen: (abs(seen - rows), seen))]
+        """See `Drafter.seconds`."""
+        return self._pace.expected(rows, depth)
 
-    def prepare(self, *, keep: Collection[Key], join: Mapping[Key, Companion]) -> _Change:
+    def prepare(self, *, keep: Collection[Key], join: Mapping[Key, Companion]) -> FollowersChange[list[int]]:
         """See `Drafter.prepare`."""
-        kept = [key for key in self._rows.order if key in keep]
-        joiners = [Joiner(key, companion.state, companion.length + 1) for key, companion in join.items()]
-        return _Change(self, [self._rows.prepare(keep=kept, join=joiners)], set(kept), dict(join))
+        return self._own.prepare(keep=keep, join=join)
 
     def draft(self, rows: Sequence[Asked], depth: int) -> list[list[int]]:
         """See `Drafter.draft`. A row that owes much reads some of it, and proposes nothing yet."""
-        ready = [row for row in rows if len(self._owed[row.key]) < CHUNK and row.most > 0]
-        self._read({row.key: self._owed[row.key][:CHUNK] for row in rows if len(self._owed[row.key]) >= CHUNK})
+        ready = [row for row in rows if len(self._own.owed[row.key]) < CHUNK and row.most > 0]
+        self._read({row.key: self._own.owed[row.key][:CHUNK] for row in rows if len(self._own.owed[row.key]) >= CHUNK})
         if not ready:
             return [[] for _ in rows]
         began = time.perf_counter()
-        inputs = {row.key: [*self._owed[row.key], row.pending] for row in ready}
+        inputs = {row.key: [*self._own.owed[row.key], row.pending] for row in ready}
         last = self._feed(inputs, {key: len(tokens) for key, tokens in inputs.items()})
         samplers = Samplers([row.sampler.supposing(())[0] for row in ready])
         drafts: list[mx.array] = []
@@ -98,49 +92,43 @@ class ModelDrafter:
                 ids = {row.key: drafts[-1][i : i + 1] for i, row in enumerate(ready)}
                 last = self._feed(ids, dict.fromkeys(ids, 1))
             logits = self._logits(mx.concatenate([last[row.key] for row in ready]))
-            greedy = self.selection is Selection.LIKELIEST
-            drafts.append(mx.argmax(logits, axis=-1).astype(mx.uint32) if greedy else samplers.draw(logits).tokens)
+            drafts.append(self.selection.draw(logits, samplers))
         read = cast("list[list[int]]", mx.stack(drafts, axis=1).tolist())
         proposals = {row.key: tokens for row, tokens in zip(ready, read, strict=True)}
         for row in ready:
-            self._owed[row.key] = []
-            self._ahead[row.key] = depth
-        self._saw(len(ready), depth, time.perf_counter() - began)
+            self._own.owed[row.key] = []
+            self._own.ahead[row.key] = depth
+        self._pace.saw(len(ready), depth, time.perf_counter() - began)
         return [proposals.get(row.key, []) for row in rows]
 
     def commit(self, covered: Sequence[Covered], hidden: mx.array | None) -> None:
         """See `Drafter.commit`."""
         for row in covered:
-            ahead = self._ahead.pop(row.key, 0)
-            known = min(ahead, len(row.tokens))
-            if known < ahead:
-                self._rows.trim(row.key, self._rows.lengths[row.key] - (ahead - known))
-            self._owed[row.key] += row.tokens[known:]
+            known = self._own.resolve(row.key, len(row.tokens))
+            self._own.owed[row.key] += row.tokens[known:]
 
     def settle(self, key: Key) -> None:
         """Read all that a row owes."""
-        while owed := self._owed[key]:
+        while owed := self._own.owed[key]:
             self._read({key: owed[:CHUNK]})
 
     def capture(self, key: Key) -> Companion:
         """See `Drafter.capture`."""
         self.settle(key)
-        return Companion(self._rows.extract(key), [])
+        return Companion(self._own.rows.extract(key), [])
 
     def discard(self) -> None:
         """See `Drafter.discard`."""
-        self._rows = self._rows.successor()
-        self._owed.clear()
-        self._ahead.clear()
+        self._own.discard()
 
     def _read(self, tokens: Mapping[Key, Sequence[int]]) -> None:
         """Process owed tokens for their state alone."""
         if not tokens:
             return
         self._feed(tokens, {key: len(own) for key, own in tokens.items()})
-        mx.eval(self._rows.arrays())
+        mx.eval(self._own.rows.arrays())
         for key, own in tokens.items():
-            del self._owed[key][: len(own)]
+            del self._own.owed[key][: len(own)]
 
     def _feed(self, inputs: Mapping[Key, Sequence[int] | mx.array], lengths: Mapping[Key, int]) -> dict[Key, mx.array]:
         """Run rows over their inputs, at most `CHUNK` each; the others stay as they are.
@@ -149,8 +137,8 @@ class ModelDrafter:
             Hidden state of each one's last input, [1, 1, D].
         """
         width = max(lengths.values())
-        turn = self._rows.begin(width)
-        order = self._rows.order
+        turn = self._own.rows.begin(width)
+        order = self._own.rows.order
         ids = mx.concatenate([_padded(inputs[key], width) if key in inputs else _padded([0], width) for key in order])
         (hidden,) = self.forward.run([Group(ids, turn.caches)])
         turn.resolve([lengths.get(key, 0) for key in order])
@@ -172,25 +160,6 @@ class ModelDrafter:
         turn.resolve()
         mx.eval(rows.arrays())
         return rows.nbytes / rows.place("probe").group.capacity
-
-    def _saw(self, rows: int, depth: int, seconds: float) -> None:
-        before = self._token_s.get(rows, seconds / depth)
-        self._token_s[rows] = before + _SMOOTHING * (seconds / depth - before)
-
-
-@dataclass(slots=True)
-class _Change:
-    """A membership change of the drafter's rows; see `spec.drafter.Change`."""
-
-    drafter: ModelDrafter
-    prepared: Sequence[PreparedChange]
-    keep: set[Key]
-    join: dict[Key, Companion]
-
-    def commit(self) -> None:
-        owed = {key: tokens for key, tokens in self.drafter._owed.items() if key in self.keep}
-        self.drafter._owed = owed | {key: list(companion.owed) for key, companion in self.join.items()}
-        self.drafter._ahead = {key: n for key, n in self.drafter._ahead.items() if key in self.keep}
 
 
 def _padded(tokens: Sequence[int] | mx.array, width: int) -> mx.array:

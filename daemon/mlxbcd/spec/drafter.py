@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import mlx.core as mx
 
-from mlxbcd.sampling.sampler import RowSampler
+from mlxbcd.sampling.sampler import RowSampler, Samplers
 from mlxbcd.state.geometry import Key
 from mlxbcd.state.rows import PreparedChange, RowState
 
@@ -31,6 +31,12 @@ class Selection(Enum):
     REQUEST = "request"
     """By the row's own rules, with the noise of the draw that each stands for."""
     LIKELIEST = "likeliest"
+
+    def draw(self, logits: mx.array, samplers: Samplers) -> mx.array:
+        """A token for each row of logits [B, V]: uint32 [B], lazy."""
+        if self is Selection.LIKELIEST:
+            return mx.argmax(logits, axis=-1).astype(mx.uint32)
+        return samplers.draw(logits).tokens
 
 
 @dataclass(frozen=True, slots=True)

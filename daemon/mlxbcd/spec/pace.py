@@ -1,0 +1,26 @@
+"""Owns what drafts take, as they were timed. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+_SMOOTHING: Final = 0.2
+
+
+@dataclass(slots=True)
+class Pace:
+    """Seconds per drafted token, by the number of rows that drafted together."""
+
+    _token_s: dict[int, float] = field(default_factory=dict)
+
+    def expected(self, rows: int, depth: int) -> float:
+        """Seconds that a draft of so many tokens is expected to take; 0 before the first."""
+        if not self._token_s:
+            return 0.0
+        return depth * self._token_s[min(self._token_s, key=lambda seen: (abs(seen - rows), seen))]
+
+    def saw(self, rows: int, depth: int, seconds: float) -> None:
+        """A draft took so long."""
+        before = self._token_s.get(rows, seconds / depth)
+        self._token_s[rows] = before + _SMOOTHING * (seconds / depth - before)
