@@ -473,3 +473,22 @@ def test_a_piece_without_what_comes_before_it_is_removed(tmp_path: Path) -> None
     assert directory.scan() == []
     assert list(tmp_path.glob(f"*{SUFFIX}")) == []
     directory.close()
+
+
+def test_whole_pieces_that_are_cut_otherwise_are_removed_and_the_others_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cache_at(tmp_path) as cache:
+        put(cache, [1, 2, 3], SMALL)
+    payload = payload_of("0" * 32, SMALL)
+    directory = Directory(tmp_path)
+    longer = header_of(payload, (7, 2, 3, 4, 5, 6))
+    directory.put(longer, payload, lambda: None)
+    directory.put(header_of(payload, (8, 9), parent=longer.name, begin=6), payload, lambda: None)
+    directory.close()
+    with cache_at(tmp_path) as cache:
+        assert found(cache, [1, 2, 3, 4]) == 3
+        assert len(cache.index.nodes) == 1
+    with cache_at(tmp_path):
+        assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 1
+    assert len([record for record in caplog.records if "don't fit" in record.message]) == 1

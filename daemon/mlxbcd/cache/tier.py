@@ -103,6 +103,7 @@ class Tier:
         """Take in what an earlier daemon left, as far as it fits. Blocks."""
         found = self.directory.scan()
         now = time.monotonic()
+        odd: list[str] = []
         with self._lock:
             for each in found:
                 header = each.header
@@ -110,18 +111,24 @@ class Tier:
                 parent = self._index.nodes.get(header.parent) or space.root(header.converted_at)
                 if parent.id != header.parent or (parent.parent is not None and not parent.disk):
                     continue
-                self._index.add(
-                    parent,
-                    header.tokens,
-                    anchor=header.anchor,
-                    nbytes=resident_bytes(header.size),
-                    filed=each.bytes,
-                    used=now - each.unused_s,
-                    session=header.session,
-                    pinned=header.pinned,
-                )
+                try:
+                    self._index.add(
+                        parent,
+                        header.tokens,
+                        anchor=header.anchor,
+                        nbytes=resident_bytes(header.size),
+                        filed=each.bytes,
+                        used=now - each.unused_s,
+                        session=header.session,
+                        pinned=header.pinned,
+                    )
+                except ValueError:
+                    # Whole, but cut as no daemon of this version cuts.
+                    odd.append(header.name)
             gone = self._over(0, now)
-        for name in gone:
+        if odd:
+            log.warning("%d pieces of cached state don't fit the others and are removed", len(odd))
+        for name in (*odd, *gone):
             self.directory.remove(name)
         if found:
             log.info("the cache directory holds %d pieces of state, %.1f MB", len(found), self._index.disk.bytes / 1e6)
