@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_directory import EOS, write_text
 
 from mlxbc import wire
-from mlxbcd.engine.engine import Held
+from mlxbcd.engine.entry import Held
 from mlxbcd.errors import ServeError
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Sample

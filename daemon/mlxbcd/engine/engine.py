@@ -8,75 +8,32 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 from mlxbcd.device import Device
 from mlxbcd.engine.cohorts import Cohorts, Part
 from mlxbcd.engine.costs import Costs
+from mlxbcd.engine.entry import Entry, Held, Listener
 from mlxbcd.engine.faults import DeviceFault
 from mlxbcd.engine.packing import PackingRanges
 from mlxbcd.engine.runner import Leaving, MixedCost, Report, Runner
 from mlxbcd.engine.scheduler import Iteration, Policy, Running, State, Waiting, decide
+from mlxbcd.engine.spans import trace
 from mlxbcd.errors import ServeError, outline
-from mlxbcd.methods.events import Drawn, End, Event, Failed, Prefilled, Speculated, owner, row_key
+from mlxbcd.methods.events import Drawn, Event, Failed, Prefilled, Speculated, owner, row_key
 from mlxbcd.plan.request import Priority, Request
-from mlxbcd.sampling.sampler import Sample
-from mlxbcd.spec.statistics import Statistics
-from mlxbcd.state.geometry import Key, capacity_for
+from mlxbcd.state.geometry import Key
 from mlxbcd.trace import Tracer
 
 log = logging.getLogger(__name__)
 
 _ALLOWANCE: Final = 1.2
 """Times the decode gap that a forward may take which is run to learn from; it is a rare one."""
-
-
-class Listener(Protocol):
-    """What the owner of a request hears, on the loop's thread.
-
-    `ended` once for each candidate, or `failed` once, is the last thing it hears.
-
-    One that raises is told `failed` whatever it has heard, and nothing more.
-    """
-
-    def prefilled(self, position: int, total: int) -> None:
-        """Prompt tokens processed so far; 0 when the row begins."""
-        ...
-
-    def sampled(self, sample: Sample, *, eos: bool, candidate: int) -> None:
-        """A token of a candidate was drawn. With `eos` it ends the row and has no text."""
-        ...
-
-    def speculated(self, statistics: Statistics, candidate: int) -> None:
-        """What guessing tokens has done for a candidate so far."""
-        ...
-
-    def ended(self, reason: End, candidate: int) -> None:
-        """A candidate's row has drawn its last token."""
-        ...
-
-    def failed(self, error: ServeError) -> None:
-        """The request's rows are gone."""
-        ...
-
-
-class Held(Protocol):
-    """A prefix of a prompt that is ready to be restored, for as long as somebody holds it."""
-
-    @property
-    def length(self) -> int:
-        """Tokens it covers."""
-        ...
-
-    def release(self) -> None:
-        """Let it go. Idempotent."""
-        ...
 
 
 class Activity(Enum):
@@ -86,49 +43,6 @@ class Activity(Enum):
     BUSY = "busy"
     INTERACTIVE = "interactive"
     """Somebody watches what it does."""
-
-
-@dataclass(slots=True)
-class Entry:
-    """A submitted request on the loop's side.
-
-    Attributes:
-        client: who asked, for fairness between clients.
-        since: when it was submitted, in seconds of the monotonic clock.
-        total: prompt tokens, forced ones included.
-        alive: its candidates that may still draw.
-        position: how many of the prompt's tokens have been processed.
-        started: it has, or is about to get, a state on the device.
-        prefilled: its first token is out.
-        held: what it will be restored from, until it has been.
-    """
-
-    key: int
-    request: Request
-    listener: Listener
-    client: str
-    since: float
-    total: int
-    alive: set[int]
-    position: int = 0
-    started: bool = False
-    prefilled: bool = False
-    held: Held | None = None
-
-    def __repr__(self) -> str:
-        phase = "decoding" if self.prefilled else f"{self.position}/{self.total}" if self.started else "queued"
-        return f"Entry({self.key}, {phase})"
-
-    def release(self) -> None:
-        """Let what it was to be restored from go."""
-        held, self.held = self.held, None
-        if held is not None:
-            held.release()
-
-    def need(self, token_bytes: float) -> int:
-        """Bytes that its rows' states may come to need."""
-        grown = self.total + self.request.max_tokens - len(self.request.forced)
-        return math.ceil(capacity_for(grown) * token_bytes) * self.request.candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +246,7 @@ class Engine:
                 report = await self._device.run(runner.iterate, iteration, start, leave, self._emit)
                 self._see(iteration, bill, report)
                 if self._tracer.on:
-                    self._trace(began, iteration, report)
+                    trace(self._tracer, self._track, began, iteration, report)
         except DeviceFault as fault:
             self._fault(fault)
         except Exception as error:
@@ -417,30 +331,6 @@ class Engine:
             self._activity = activity
             self.active(activity)
 
-    def _trace(self, began: float, iteration: Iteration, report: Report) -> None:
-        """Tell what an iteration did. Its forwards ended one after another, the last of them just now."""
-        end = time.monotonic()
-        rows = sum(rows for rows, _ in report.steps) + sum(one.rows for one in report.rounds)
-        forwards = len(report.steps) + len(report.rounds)
-        self._tracer.span("iteration", self._track, began, end, steps=forwards, rows=rows)
-        key = ", ".join(str(piece.key) for piece in iteration.pieces)
-        if (piece := report.piece) is not None:
-            begin = end - piece.seconds
-            self._tracer.span("prefill", self._track, begin, end, tokens=piece.width, context=piece.context, key=key)
-            end = begin
-        if (mixed := report.mixed) is not None and mixed.packed:
-            begin, piece = end - mixed.seconds, mixed.piece
-            more: dict[str, int] = {"rows": mixed.rows, "context": piece.context}
-            self._tracer.span("mixed forward", self._track, begin, end, key=key, tokens=piece.width, **more)
-            end = begin
-        for one in reversed(report.rounds):
-            facts = {"rows": one.rows, "width": one.width, "drafted": one.drafted, "accepted": one.accepted}
-            self._tracer.span("round", self._track, end - one.seconds, end, **facts)
-            end -= one.seconds
-        for count, seconds in reversed(report.steps):
-            self._tracer.span("decode step", self._track, end - seconds, end, rows=count)
-            end -= seconds
-
     def _charge(self, bill: _Bill, report: Report) -> None:
         """Put the device's time on the accounts of those it was spent for."""
         seconds = sum(s for _, s in report.steps) + sum(one.seconds for one in report.rounds)
@@ -485,7 +375,7 @@ class Engine:
             self._check_need(entry)
         except ServeError as error:
             self._forget(entry)
-            _fail(entry, error)
+            entry.fail(error)
 
     # -- what the device tells
 
@@ -512,7 +402,7 @@ class Engine:
                 log.error("the listener of %r failed: %s", entry, outline(error))
                 self.cancel(entry.key)
                 if not isinstance(event, Failed):
-                    _fail(entry, ServeError("internal", "the daemon failed at this request; its log says where"))
+                    entry.fail(ServeError("internal", "the daemon failed at this request; its log says where"))
 
     def _tell(self, entry: Entry, event: Event) -> None:
         match event:
@@ -561,11 +451,4 @@ class Engine:
         while self._entries:
             entry = next(iter(self._entries.values()))
             self._forget(entry)
-            _fail(entry, refusal)
-
-
-def _fail(entry: Entry, error: ServeError) -> None:
-    try:
-        entry.listener.failed(error)
-    except Exception as fault:
-        log.error("the listener of %r failed: %s", entry, outline(fault))
+            entry.fail(refusal)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 from mlxbc import wire
-from mlxbcd.engine.engine import Engine, Held
+from mlxbcd.engine.engine import Engine
+from mlxbcd.engine.entry import Held
 from mlxbcd.errors import ServeError
 from mlxbcd.methods.events import End
 from mlxbcd.plan.request import Request
