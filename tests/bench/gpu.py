@@ -13,7 +13,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -23,12 +23,11 @@ _ROOT = Path(__file__).resolve().parents[2]
 sys.path[0:1] = [str(_ROOT / name) for name in ("daemon", "client", "tests")]
 
 import mlx.core as mx  # noqa: E402
-import mlx.nn as nn  # noqa: E402
 import mlx_lm  # noqa: E402
-from mlx.utils import tree_flatten, tree_map_with_path  # noqa: E402
 from mlx_lm.generate import BatchGenerator  # noqa: E402
-from mlx_lm.models import llama  # noqa: E402
 
+from bench.gpu_model import SHAPES, Model, make, make_sure, prefilled  # noqa: E402
+from bench.gpu_spec import speculation  # noqa: E402
 from bench.table import Row, Target, compare, render, to_json  # noqa: E402
 from mlxbcd.engine.calibrate import faster_ahead  # noqa: E402
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup  # noqa: E402
@@ -37,34 +36,11 @@ from mlxbcd.methods.compiled import CompiledSteps  # noqa: E402
 from mlxbcd.methods.events import Drawn, Event  # noqa: E402
 from mlxbcd.methods.step import EagerSteps, StepBuilder  # noqa: E402
 from mlxbcd.model import cuda  # noqa: E402
-from mlxbcd.model.forward import Forward, Group  # noqa: E402
+from mlxbcd.model.forward import Group  # noqa: E402
 from mlxbcd.plan.request import Request  # noqa: E402
 from mlxbcd.sampling.sampler import RowSampler  # noqa: E402
-from mlxbcd.state.composition import WIDEST_STEP, Composition, inspect  # noqa: E402
-from mlxbcd.state.geometry import Key  # noqa: E402
 from mlxbcd.state.packing import inspect as inspect_packing  # noqa: E402
-from mlxbcd.state.rows import COLD, Joiner, Rows, commit  # noqa: E402
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "num_hidden_layers": 2,
-        "intermediate_size": 512,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 1024,
-    },
-}
-"""Name → configuration; `tiny` only shows that the script runs."""
+from mlxbcd.state.rows import Joiner, Rows, commit  # noqa: E402
 
 _BATCHES = (1, 8, 32)
 _TARGETS = {("bf16", 1): 1.3, ("bf16", 8): 1.3, ("bf16", 32): 1.3, ("4bit", 8): 2.0, ("4bit", 32): 3.5}
@@ -72,57 +48,6 @@ _SHORTEST, _LONGEST = 256, 384
 _ENDLESS = 1_000_000
 _WARM, _ROUNDS, _STEPS = 64, 7, 10
 _MIXED_ROWS, _PIECE, _MIXED_ROUNDS = 8, 256, 12
-
-
-@dataclass(frozen=True)
-class Model:
-    """One model on both sides, with the same arrays.
-
-    Attributes:
-        weights: bytes that a decode step reads of it: all but the table of embeddings.
-    """
-
-    name: str
-    forward: Forward
-    composition: Composition
-    twin: Any
-    vocab_size: int
-    weights: int
-
-
-def make(shape: str, bits: int | None) -> Model:
-    """A model with random weights, bf16 or quantised."""
-    config = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, **SHAPES[shape]}
-    mx.random.seed(0)
-
-    def empty() -> Any:
-        model = llama.Model(llama.ModelArgs.from_dict(config))
-        model.set_dtype(mx.bfloat16)
-        if bits is not None:
-            nn.quantize(model, group_size=64, bits=bits)
-        model.eval()
-        return model
-
-    def randomised(path: str, array: mx.array) -> mx.array:
-        if array.ndim == 1:
-            return mx.ones(array.shape, mx.bfloat16)
-        if array.dtype == mx.uint32:
-            halves = [mx.random.randint(0, 1 << 16, array.shape, mx.uint32) for _ in range(2)]
-            return halves[0] | (halves[1] << 16)
-        if path.endswith(("scales", "biases")):
-            # Values 0 … 15 become −7.5 … 7.5 times 0.004.
-            return mx.full(array.shape, 0.004 if path.endswith("scales") else -0.03, mx.bfloat16)
-        return (mx.random.normal(array.shape) * 0.02).astype(mx.bfloat16)
-
-    model, twin = empty(), empty()
-    model.update(tree_map_with_path(randomised, model.parameters()))
-    for _, array in tree_flatten(model.parameters()):
-        mx.eval(array)
-    twin.update(model.parameters())
-    weights = sum(array.nbytes for path, array in tree_flatten(model.parameters()) if "embed_tokens" not in path)
-    name = "bf16" if bits is None else f"{bits}bit"
-    forward = Forward(model)
-    return Model(name, forward, inspect(model, "llama"), twin, config["vocab_size"], weights)
 
 
 class Ours:
@@ -163,19 +88,6 @@ class Ours:
         for event in events:
             assert isinstance(event, Drawn), event
             self.tokens[int(str(event.key))].append(event.sample.token)
-
-
-def prefilled(model: Model, key: Key, prompt: Sequence[int]) -> Rows:
-    """One row that has processed all of a prompt but its last token."""
-    rows = Rows(model.composition)
-    commit(rows.prepare(join=[Joiner(key, COLD, len(prompt))]))
-    for begin in range(0, len(prompt) - 1, WIDEST_STEP):
-        piece = prompt[begin : min(begin + WIDEST_STEP, len(prompt) - 1)]
-        turn = rows.begin(len(piece))
-        model.forward.run([Group(mx.array([piece], dtype=mx.int32), turn.caches)])
-        mx.eval(turn.arrays())
-        turn.resolve()
-    return rows
 
 
 class Peer:
@@ -233,27 +145,32 @@ def attention_error() -> float:
         AssertionError: it is more than rounding.
     """
     worst = 0.0
-    for dtype, rows, heads, kv_heads, dim, reach in (
-        (mx.bfloat16, 1, 32, 8, 128, 448),
-        (mx.bfloat16, 32, 32, 8, 128, 448),
-        (mx.bfloat16, 1, 32, 8, 128, 4096),
-        (mx.float16, 3, 9, 3, 64, 300),
-        (mx.bfloat16, 4, 16, 4, 256, 512),
-        (mx.float32, 2, 28, 4, 128, 1500),
+    for dtype, rows, width, heads, kv_heads, dim, reach in (
+        (mx.bfloat16, 1, 1, 32, 8, 128, 448),
+        (mx.bfloat16, 32, 1, 32, 8, 128, 448),
+        (mx.bfloat16, 1, 1, 32, 8, 128, 4096),
+        (mx.float16, 3, 1, 9, 3, 64, 300),
+        (mx.bfloat16, 4, 1, 16, 4, 256, 512),
+        (mx.float32, 2, 1, 28, 4, 128, 1500),
+        (mx.bfloat16, 1, 5, 32, 8, 128, 448),
+        (mx.bfloat16, 8, 5, 32, 8, 128, 448),
+        (mx.float32, 1, 2, 32, 8, 128, 4097),
+        (mx.float16, 3, 32, 9, 3, 64, 300),
     ):
         keys = [mx.random.key(i) for i in range(4)]
-        queries = mx.random.normal((rows, 1, heads, dim), key=keys[0]).astype(dtype).transpose(0, 2, 1, 3)
+        queries = mx.random.normal((rows, width, heads, dim), key=keys[0]).astype(dtype).transpose(0, 2, 1, 3)
         shape = (rows + 1, kv_heads, reach + 32, dim)
         held = [mx.random.normal(shape, key=key).astype(dtype)[:rows, :, :reach] for key in keys[1:3]]
-        lengths = mx.random.randint(1, reach + 1, (rows,), key=keys[3])
-        mask = (mx.arange(reach)[None] < lengths[:, None])[:, None, None]
-        ours = cuda.attention(queries, *held, 0.7 * dim**-0.5, mask, None)
-        assert ours is not None
+        lengths = mx.random.randint(1, reach - width + 2, (rows,), key=keys[3])
+        ragged = mx.arange(reach)[None, None] < (lengths[:, None] + mx.arange(width)[None])[:, :, None]
         wide = [each.astype(mx.float32) for each in (queries, *held)]
-        wanted = mx.fast.scaled_dot_product_attention(*wide, scale=0.7 * dim**-0.5, mask=mask)
-        error = float((mx.linalg.norm((ours - wanted).flatten()) / mx.linalg.norm(wanted.flatten())).item())
-        assert error < (1e-5 if dtype == mx.float32 else 1e-2), (dtype, rows, heads, kv_heads, dim, reach, error)
-        worst = max(worst, error)
+        for mask in (ragged[:, None], *(["causal"] if width > 1 else [])):
+            ours = cuda.attention(queries, *held, 0.7 * dim**-0.5, mask, None)
+            assert ours is not None
+            wanted = mx.fast.scaled_dot_product_attention(*wide, scale=0.7 * dim**-0.5, mask=mask)
+            error = float((mx.linalg.norm((ours - wanted).flatten()) / mx.linalg.norm(wanted.flatten())).item())
+            assert error < (1e-5 if dtype == mx.float32 else 1e-2), (dtype, rows, width, heads, dim, reach, error)
+            worst = max(worst, error)
     return worst
 
 
@@ -269,12 +186,17 @@ def bandwidth() -> float:
     return 8 * 2 * source.nbytes / median(times[2:])
 
 
-def decode(model: Model, batch: int, rate: float, variants: bool) -> list[Row]:
-    """Rows of one batch size: ours as the daemon would run it; with `variants`, every way to run it too."""
+def prompts_of(model: Model, batch: int) -> list[list[int]]:
+    """Random prompts of different lengths."""
     spread = (_LONGEST - _SHORTEST) // batch
     ids = mx.random.randint(0, model.vocab_size, (batch, _LONGEST), key=mx.random.key(batch))
     texts: list[list[int]] = ids.tolist()  # type: ignore[assignment]
-    prompts = [text[: _SHORTEST + row * spread] for row, text in enumerate(texts)]
+    return [text[: _SHORTEST + row * spread] for row, text in enumerate(texts)]
+
+
+def decode(model: Model, batch: int, rate: float, variants: bool) -> list[Row]:
+    """Rows of one batch size: ours as the daemon would run it; with `variants`, every way to run it too."""
+    prompts = prompts_of(model, batch)
     ahead = faster_ahead(model.forward, model.composition, model.vocab_size)
     made: dict[str, Callable[[], Ours]] = {
         "": lambda: Ours(model, prompts, ahead, CompiledSteps(model.forward)),
@@ -391,7 +313,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--weights", nargs="+", choices=["bf16", "4bit"], default=["bf16", "4bit"])
-    parser.add_argument("--batches", nargs="+", type=int, default=list(_BATCHES))
+    parser.add_argument("--batches", nargs="*", type=int, default=list(_BATCHES), help="none leaves them out")
+    parser.add_argument("--speculation", nargs="*", type=int, default=[1, 8], help="rows of speculative rounds")
     parser.add_argument("--variants", action="store_true", help="also: eager and compiled steps, run and build ahead")
     parser.add_argument("--without-packed", action="store_true", help="leave packed forwards out")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the rows there")
@@ -411,6 +334,12 @@ def main() -> int:
             report(made)
         if not args.without_packed:
             made = mixed(model, rate)
+            rows += made
+            report(made)
+        make_sure(model)
+        for batch in args.speculation:
+            ahead = faster_ahead(model.forward, model.composition, model.vocab_size)
+            made = [speculation(model, prompts_of(model, batch), ahead)]
             rows += made
             report(made)
         del model

@@ -6,7 +6,8 @@ Two habits of that back end, seen in its sources and measured, decide a decode s
   reading all weights; and below eight rows it reads them once per row. So the inputs of a bound model's quantised
   layers are flattened, and two to seven rows padded to eight;
 * no fused attention takes a mask for a single query, so rows of different lengths fall back to five kernels over
-  whole score matrices. `attention` is one kernel for them, which skips what a row doesn't see.
+  whole score matrices; and for a few queries it plans anew for every count of keys, so each round of a row that grows
+  pays for a plan. `attention` is one kernel for both, which skips what a query doesn't see.
 
 Neither is an effect of Apple's devices, where MLX does both by itself.
 """
@@ -28,6 +29,8 @@ _TOGETHER: Final = 4
 """Query heads of one group that a block may compute together, reading their keys once."""
 _BLOCKS: Final = 128
 """Blocks that occupy a large device, about one per multiprocessor."""
+WIDEST: Final = 32
+"""Queries of a row that the kernel answers, each reading the row's keys for itself: more are a prompt's."""
 _SPLIT: Final = 1024
 """Positions that a block reads at least where several share one row: merging what they find costs a launch."""
 
@@ -79,27 +82,37 @@ def restored(product: mx.array, x: mx.array, rows: int) -> mx.array:
     return product[:rows].reshape(*x.shape[:-1], product.shape[-1])
 
 
+def prefers(width: int) -> bool:
+    """Whether `attention` is better than the back end's own for rows of one length that add so many tokens."""
+    return available() and 1 < width <= WIDEST
+
+
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: mx.array | None
 ) -> mx.array | None:
-    """Attention of one query per row [B, heads, 1, dim], or None where the back end's own is better or must do.
+    """Attention of a few queries per row [B, heads, N, dim], or None where the back end's own is better or must do.
 
     Args:
         keys, values: [B, kv heads, S, dim], slices of buffers along B and S included.
-        mask: bool, broadcast to [B, 1, 1, S]; the back end has a kernel of its own for none.
+        mask: bool, broadcast to [B, 1, N, S], or "causal"; the back end has a kernel of its own for one query and none.
     """
     rows, heads, width, dim = queries.shape
-    if width != 1 or sinks is not None or not isinstance(mask, mx.array) or not available():
-        return None
-    if mask.dtype != mx.bool_ or mask.ndim != 4 or mask.shape[1:3] != (1, 1) or dim not in _DIMS:
+    if not 1 <= width <= WIDEST or sinks is not None or not available() or dim not in _DIMS:
         return None
     if values.shape[-1] != dim or not (queries.dtype == keys.dtype == values.dtype):
         return None
     if queries.dtype not in (mx.float16, mx.bfloat16, mx.float32):
         return None
     kv_heads, reach = keys.shape[1:3]
+    inputs = [queries, keys, values]
+    if isinstance(mask, mx.array):
+        if mask.dtype != mx.bool_ or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] not in (1, width):
+            return None
+        inputs.append(mx.broadcast_to(mask, (rows, 1, width, reach)))
+    elif mask != "causal" or width == 1:
+        return None
     repeats = heads // kv_heads
-    together, splits, warps, ahead = arrangement(rows, heads, repeats, reach)
+    together, splits, warps, ahead = arrangement(rows * width, heads, repeats, reach)
     template: list[tuple[str, Any]] = [
         ("D", dim),
         ("G", together),
@@ -109,18 +122,19 @@ def attention(
         ("SPLITS", splits),
         ("T", queries.dtype),
     ]
-    shape = (rows, heads, 1, dim)
-    inputs = [queries, keys, values, mx.broadcast_to(mask, (rows, 1, 1, reach))]
-    launch = {"grid": (32 * warps * splits, heads // together, rows), "threadgroup": (32 * warps, 1, 1)}
+    # Positions before heads, as the layer goes on with them; it asks for heads first and turns them back itself.
+    shape = (rows, width, heads, dim)
+    launch = {"grid": (32 * warps * splits, heads // together, rows * width), "threadgroup": (32 * warps, 1, 1)}
+    masked = len(inputs) > 3
     if splits == 1:
-        (out,) = _kernel("whole", float(scale))(
+        (out,) = _kernel("whole", masked, float(scale))(
             inputs=inputs, template=template, output_shapes=[shape], output_dtypes=[queries.dtype], **launch
         )
-        return cast(mx.array, out)
-    partial = _kernel("split", float(scale))(
+        return cast(mx.array, out).swapaxes(1, 2)
+    partial = _kernel("split", masked, float(scale))(
         inputs=inputs,
         template=template,
-        output_shapes=[(rows, heads, splits, dim), (rows, heads, splits, 2)],
+        output_shapes=[(rows * width, heads, splits, dim), (rows * width, heads, splits, 2)],
         output_dtypes=[mx.float32, mx.float32],
         **launch,
     )
@@ -129,36 +143,37 @@ def attention(
         template=[("D", dim), ("SPLITS", splits), ("T", queries.dtype)],
         output_shapes=[shape],
         output_dtypes=[queries.dtype],
-        grid=(dim, heads, rows),
+        grid=(dim, heads, rows * width),
         threadgroup=(dim, 1, 1),
     )
-    return cast(mx.array, out)
+    return cast(mx.array, out).swapaxes(1, 2)
 
 
-def arrangement(rows: int, heads: int, repeats: int, reach: int) -> tuple[int, int, int, int]:
-    """How many query heads a block takes, how many blocks share a row's positions, the warps of a block, and the keys
+def arrangement(queries: int, heads: int, repeats: int, reach: int) -> tuple[int, int, int, int]:
+    """How many query heads a block takes, how many blocks share a query's positions, the warps of a block, and the keys
     that a team loads before it computes: first as many blocks as occupy the device, then as little read twice as can
     be.
 
     Args:
+        queries: of all rows.
         repeats: query heads per key head.
     """
     sizes = [n for n in range(min(_TOGETHER, repeats), 0, -1) if repeats % n == 0]
-    together = next((n for n in sizes if rows * heads // n >= _BLOCKS), 1)
-    blocks = rows * heads // together
+    together = next((n for n in sizes if queries * heads // n >= _BLOCKS), 1)
+    blocks = queries * heads // together
     splits = max(1, min(reach // _SPLIT, 2 * _BLOCKS // blocks))
     return together, splits, 16 if together == 1 else 8, 4
 
 
 @cache
-def _kernel(name: str, scale: float = 1.0) -> Any:
-    inputs = ["partials", "stats"] if name == "merge" else ["q", "k", "v", "mask"]
+def _kernel(name: str, masked: bool = False, scale: float = 1.0) -> Any:
+    inputs = ["partials", "stats"] if name == "merge" else ["q", "k", "v", *(["mask"] if masked else [])]
     # Written into the source: a number in an array of its own would be fetched from the host by every call.
-    attend = f"  constexpr float SCALE = {scale!r};\n{_ATTEND}"
+    attend = f"  constexpr float SCALE = {scale!r};\n{_MASKED if masked else _CAUSAL}{_ATTEND}"
     source = {"whole": attend + _WRITE, "split": attend + _STORE, "merge": _MERGE}[name]
     outputs = ["partials", "stats"] if name == "split" else ["out"]
     return mx.fast.cuda_kernel(
-        name=f"mlxbc_attention_{name}",
+        name=f"mlxbc_attention_{name}{'_masked' if masked else ''}",
         input_names=inputs,
         output_names=outputs,
         source=source,
@@ -185,10 +200,26 @@ __device__ __forceinline__ MlxbcEight<T> mlxbc_load(const T* from, bool wanted) 
 }
 """
 
-# A block has one row, G query heads over one key head, and one of SPLITS spans of positions. D / 8 lanes share a key,
-# so a warp reads 256 / D keys at once, AHEAD times over before it computes with any. Each such team keeps a running
-# maximum, sum and output of its own (the usual online softmax, in powers of two), and they are merged at the end: in a
-# warp by shuffles, over warps in shared memory.
+# What a position sees: up to where there are keys for it, and which of them.
+_MASKED: Final = """
+  const int width = q_shape[2];
+  const bool* allowed = mask + (blockIdx.z / width) * mask_strides[0] + (blockIdx.z % width) * mask_strides[2];
+  const int64_t allowed_step = mask_strides[3];
+  const int reach = k_shape[2];
+  const auto seen = [&](int at) { return allowed[at * allowed_step]; };
+"""
+
+_CAUSAL: Final = """
+  const int width = q_shape[2];
+  // What the query at the end sees is all there is; each one before it a position less.
+  const int reach = k_shape[2] - (width - 1 - blockIdx.z % width);
+  const auto seen = [](int) { return true; };
+"""
+
+# A block has one position of one row, G query heads over one key head, and one of SPLITS spans of the keys. D / 8 lanes
+# share a key, so a warp reads 256 / D keys at once, AHEAD times over before it computes with any. Each such team keeps
+# a running maximum, sum and output of its own (the usual online softmax, in powers of two), and they are merged at the
+# end: in a warp by shuffles, over warps in shared memory.
 _ATTEND: Final = """
   constexpr int LANES = D / 8;
   constexpr int TEAMS = 32 / LANES;
@@ -198,26 +229,25 @@ _ATTEND: Final = """
   const int warp = threadIdx.x / 32;
   const int team = lane / LANES;
   const int part = (lane % LANES) * 8;
-  const int row = blockIdx.z;
+  const int row = blockIdx.z / width;
+  const int position = blockIdx.z % width;
   const int head = blockIdx.y * G;
-  const int reach = k_shape[2];
   const int span = (reach + SPLITS - 1) / SPLITS;
   const int begin = blockIdx.x * span;
   const int end = min(reach, begin + span);
   const T* keys = k + row * k_strides[0] + (head / REPEATS) * k_strides[1] + part;
   const T* values = v + row * v_strides[0] + (head / REPEATS) * v_strides[1] + part;
-  const bool* seen = mask + row * mask_strides[0];
   const int64_t key_step = k_strides[2];
   const int64_t value_step = v_strides[2];
-  const int64_t seen_step = mask_strides[3];
 
+  const int64_t query_from = row * q_strides[0] + position * q_strides[2];
   float query[G][8];
   constexpr float factor = SCALE * 1.44269504088896340736f;
 #pragma unroll
   for (int g = 0; g < G; ++g) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const auto at = row * q_strides[0] + (head + g) * q_strides[1] + (part + i) * q_strides[3];
+      const auto at = query_from + (head + g) * q_strides[1] + (part + i) * q_strides[3];
       query[g][i] = static_cast<float>(q[at]) * factor;
     }
   }
@@ -235,7 +265,7 @@ _ATTEND: Final = """
 #pragma unroll
   for (int a = 0; a < AHEAD; ++a) {
     const int at = begin + warp * TEAMS + a * STRIDE + team;
-    next[a] = at < end && seen[at * seen_step];
+    next[a] = at < end && seen(at);
   }
   for (int first = begin + warp * TEAMS; first < end; first += AHEAD * STRIDE) {
     bool live[AHEAD];
@@ -250,7 +280,7 @@ _ATTEND: Final = """
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a) {
       const int at = first + (AHEAD + a) * STRIDE + team;
-      next[a] = at < end && seen[at * seen_step];
+      next[a] = at < end && seen(at);
     }
 #pragma unroll
     for (int g = 0; g < G; ++g) {
@@ -329,7 +359,7 @@ _ATTEND: Final = """
       total += sums[w][g] * kept;
       out_d += outs[w][g][d] * kept;
     }
-    const int64_t slot = static_cast<int64_t>(row) * gridDim.y * G + head + g;
+    const int64_t slot = static_cast<int64_t>(blockIdx.z) * gridDim.y * G + head + g;
 """
 
 _WRITE: Final = """

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxbcd.model import cuda
 from mlxbcd.model.forward import HeldKeys
 from mlxbcd.state.geometry import Change, Class, Key, Move, Place
 from mlxbcd.state.layout import Trace
@@ -189,8 +190,9 @@ class AttentionLayout:
 class AttentionView:
     """One forward's access to one layer: the cache protocol of the zoo's attention layers.
 
-    Rows of one length and class come as plain arrays. Else `update_and_fetch` returns handles that the attention seam
-    resolves class by class; a model that computes with its keys itself (`opaque` False) always gets arrays.
+    Rows of one length and class come as plain arrays, where the device has no better way. Else `update_and_fetch`
+    returns handles that the attention seam resolves class by class; a model that computes with its keys itself
+    (`opaque` False) always gets arrays.
     """
 
     def __init__(self, layout: AttentionLayout, step: Step) -> None:
@@ -226,7 +228,8 @@ class AttentionView:
             (segment, self._layout.stores[segment.group].used(self._step, segment)) for segment in self._step.segments
         ]
         one_plain_class = len(used) == 1 and len(used[0][1]) == 2
-        if one_plain_class and (not self._opaque or self._step.uniform(used[0][0]) is not None):
+        alike = self._step.uniform(used[0][0]) is not None and not cuda.prefers(self._step.width)
+        if one_plain_class and (not self._opaque or alike):
             keys, values = used[0][1]
             return keys, values
         handle = Handle(self._layout, self._step, tuple(used))
