@@ -115,7 +115,7 @@ class MixedPrograms(Programs):
 
 
 class CompiledPrograms(Programs):
-    """The same with steps of one token through traced functions, each traced once."""
+    """The same with all running rows' steps through traced functions, each traced once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Owns a crowd whose decode steps are compiled ones."""
+"""Owns a crowd whose decode steps and rounds are compiled ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oracle.families import Family
 
 
 class CompiledCrowd(Crowd):
-    """A crowd whose steps of one token run through traced functions.
+    """A crowd whose steps run through traced functions: of one token as decode steps do, wider ones as rounds do.
 
     Attributes:
         compiled: steps that did.
@@ -28,28 +28,34 @@ class CompiledCrowd(Crowd):
     ) -> None:
         super().__init__(family, composition, alone)
         self.steps = CompiledSteps(family.forward, always=True)
+        self.rounds = CompiledSteps(family.forward, always=True)
         self.compiled = 0
         self.off: set[Off] = set()
 
     def check_traces(self) -> None:
-        """Every function was traced exactly once, and nothing stood in the way but cold rows."""
-        assert set(self.steps.traces) <= {1}
-        assert self.off <= {Off.COLD}
+        """Every function was traced exactly once, and nothing stood in the way but cold rows and what is recorded."""
+        assert {*self.steps.traces, *self.rounds.traces} <= {1}
+        assert self.off <= {Off.COLD, Off.RECORDED}
+        assert Off.RECORDED not in self.off or self.rows.composition.recorder is not None
 
     def _run(self, rows: Rows, width: int, kept: Sequence[int] | None = None) -> None:
-        if rows is not self.rows or width > 1 or kept is not None:
+        if rows is not self.rows:
             super()._run(rows, width, kept)
             return
         before = dict(rows.lengths)
-        turn = rows.begin(1)
+        turn = rows.begin(width, reversible=kept is not None)
         order = rows.order
-        ids = mx.array([self._text(key).tokens[before[key]] for key in order])
-        logits = self.steps.logits(turn, ids)
+        ids = mx.array([self._text(key).tokens[before[key] : before[key] + width] for key in order])
+        if width == 1 and kept is None:
+            steps, logits = self.steps, self.steps.logits(turn, ids[:, 0])[:, None]
+        else:
+            steps, logits = self.rounds, self.family.forward.head(self.rounds.hidden(turn, ids))
         mx.eval(logits)
-        turn.resolve()
-        if self.steps.off is None:
+        turn.resolve(kept)
+        if steps.off is None:
             self.compiled += 1
         else:
-            self.off.add(self.steps.off)
+            self.off.add(steps.off)
         for i, key in enumerate(order):
-            self._text(key).check_logits(before[key], logits[i : i + 1])
+            self._text(key).check_logits(before[key], logits[i])
+            assert rows.lengths[key] == before[key] + (width if kept is None else kept[i])

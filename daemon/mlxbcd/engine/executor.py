@@ -19,7 +19,7 @@ from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Row
 from mlxbcd.methods.events import Emit, Event, Failed, Prefilled, owner, row_key
 from mlxbcd.methods.packed import PackedStep
 from mlxbcd.methods.speculative import WIDEST, SpeculativeGroup
-from mlxbcd.methods.step import StepBuilder
+from mlxbcd.methods.step import RoundBuilder, StepBuilder
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.model.packed import Packer
 from mlxbcd.plan.request import Request
@@ -100,6 +100,7 @@ class Executor:
     Attributes:
         vocab_size: width of the model's logits.
         steps: builds decode steps; eagerly if there is nothing.
+        rounds: builds the forwards of rounds; eagerly if there is nothing.
         reuse: what rows take from the prefix cache and leave in it.
         verify: what windows of proposals cost; None decodes without any.
         drafter: proposes besides prompt lookup; needs `verify`.
@@ -111,6 +112,7 @@ class Executor:
     vocab_size: int
     ahead: Ahead
     steps: StepBuilder | None = None
+    rounds: RoundBuilder | None = None
     reuse: Reuse = field(default_factory=Reuse)
     verify: VerifyCosts | None = None
     drafter: Drafter | None = None
@@ -128,7 +130,9 @@ class Executor:
             depth = None
             if self.drafter is not None:
                 depth = Depth(MOST_DRAFTED, self.verify, lasting_priors(), self.drafter.seconds)
-            self._group = SpeculativeGroup(*how, costs=self.verify, drafter=self.drafter, depth=depth)
+            self._group = SpeculativeGroup(
+                *how, costs=self.verify, rounds=self.rounds, drafter=self.drafter, depth=depth
+            )
         else:
             # Decode steps are one token wide, so a sliding window needs no room beyond itself.
             rows = Rows(self.composition, widest=1) if self.composition.batches else None

@@ -1,11 +1,12 @@
-"""Owns compiled decode: a whole step (trunk, head, the writes to the state, sampling) as one traced function per shape.
+"""Owns compiled decode: a whole step (trunk, head, the writes to the state, sampling) as one traced function per shape,
+and the trunk of a round of windows likewise.
 
 Building a step's graph operation by operation takes the host as long as a fast device takes to compute it. A traced
 function is built from Python once; a step then only fills in its arrays: tokens, positions, the samplers' parameters
 and keys, and the state, whose buffers go in and are replaced by what comes out, so that nobody else holds them and each
 is written in place.
 
-One function serves all steps of one `Bucket`, one form of sampling and the same shapes of state. Where it can't be used
+One function serves all steps of one `Bucket`, one `Goal` and the same shapes of state. Where it can't be used
 a step is built eagerly, and `Off` says why; whether it pays is found out as it runs (`contest`).
 """
 
@@ -17,6 +18,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Final, TypeAlias
 
 import mlx.core as mx
@@ -41,6 +43,19 @@ _MOST: Final = 64
 _MARGIN: Final = 0.95
 """A traced step must take at most this share of an eager one: tracing costs about as much as two steps, and the
 smallest bucket lasts 64."""
+
+
+class Part(Enum):
+    """What a function that doesn't sample gives."""
+
+    LOGITS = "logits"
+    """Of one token of each row, [B, V]."""
+    HIDDEN = "hidden"
+    """Final hidden states of each row's window, [B, N, D]."""
+
+
+Goal: TypeAlias = Form | Part
+"""What a traced function gives: what is chosen, or less."""
 
 Shapes: TypeAlias = tuple[tuple[tuple[int, ...], mx.Dtype], ...]
 
@@ -77,7 +92,9 @@ class _Last:
 
 @dataclass(slots=True)
 class CompiledSteps:
-    """Builds steps from traced functions where that can be done and pays.
+    """Builds steps, or rounds, from traced functions where that can be done and pays.
+
+    One object is for one of the two: what was measured and found out, and `off`, are of the last kind built.
 
     Args:
         always: use a traced function wherever there can be one, and at once, without measuring.
@@ -125,45 +142,61 @@ class CompiledSteps:
 
     def build(self, turn: Turn | AloneTurn, ids: mx.array, samplers: Samplers) -> Draw:
         """See `StepBuilder.build`."""
-        chosen = self._outputs(turn, ids, samplers)
+        chosen = self._outputs(turn, ids[:, None], samplers.form, samplers.inputs)
         return self._eager.build(turn, ids, samplers) if chosen is None else samplers.advance(chosen)
 
     def logits(self, turn: Turn | AloneTurn, ids: mx.array) -> mx.array:
         """See `StepBuilder.logits`."""
-        outputs = self._outputs(turn, ids, None)
+        outputs = self._outputs(turn, ids[:, None], Part.LOGITS)
         return self._eager.logits(turn, ids) if outputs is None else outputs[0]
 
-    def _outputs(self, turn: Turn | AloneTurn, ids: mx.array, samplers: Samplers | None) -> list[mx.array] | None:
-        """What the step's traced function gives: what was chosen, or without samplers the logits. None if the step is
-        to be built eagerly, and nothing has changed."""
-        if not isinstance(turn, Turn) or self._untraceable or 0 in turn.step.starts:
+    def hidden(self, turn: Turn, ids: mx.array) -> mx.array:
+        """See `RoundBuilder.hidden`."""
+        outputs = self._outputs(turn, ids, Part.HIDDEN)
+        return self._eager.hidden(turn, ids) if outputs is None else outputs[0]
+
+    def _outputs(
+        self,
+        turn: Turn | AloneTurn,
+        ids: mx.array,
+        goal: Goal,
+        inputs: Callable[[], Sequence[Inputs]] = tuple,
+    ) -> list[mx.array] | None:
+        """What the traced function of a step over ids [B, N] gives. None if the step is to be built eagerly, and
+        nothing has changed.
+
+        Args:
+            inputs: what its form takes, asked for only if there is a function to call.
+        """
+        if not isinstance(turn, Turn) or self._untraceable or turn.recorded or 0 in turn.step.starts:
             self._last = None
             self.off = self._general_refusal(turn)
             return None
         arrays = turn.rows.arrays()
         bucket = Bucket.of(turn.step)
-        form = None if samplers is None else samplers.form
-        shape = self._shape(bucket, form, self._number(turn.rows, arrays))
-        contest = self._contests.setdefault((bucket.segments, samplers is None), Contest(_MARGIN))
+        shape = self._shape(bucket, goal, self._number(turn.rows, arrays))
+        kind = goal if isinstance(goal, Part) else None
+        contest = self._contests.setdefault((bucket.segments, bucket.width, kind), Contest(_MARGIN))
         self.off = self._refusal(shape, contest)
         shape.steps += 1
         self._measure(contest, Way.FAMILIAR if self.off else Way.OTHER)
         if self.off is not None:
             return None
         if shape.call is None:
-            shape.call = self._function(shape, bucket, form)
-        inputs = [] if samplers is None else samplers.inputs()
-        return self._called(shape, turn, ids, inputs, arrays)
+            shape.call = self._function(shape, bucket, goal)
+        return self._called(shape, turn, ids, inputs(), arrays)
 
     def _general_refusal(self, turn: Turn | AloneTurn) -> Off:
         if not isinstance(turn, Turn):
             return Off.ALONE
-        return Off.UNTRACEABLE if self._untraceable else Off.COLD
+        if self._untraceable:
+            return Off.UNTRACEABLE
+        return Off.RECORDED if turn.recorded else Off.COLD
 
     def _refusal(self, shape: _Shape, contest: Contest) -> Off | None:
         if shape.off is not None or self.always:
             return shape.off
-        if shape.steps < _PATIENCE and shape.call is None:
+        if shape.steps < _PATIENCE and shape.call is None and contest.winner is not Way.OTHER:
             return Off.NEW
         if contest.way is Way.OTHER:
             return None
@@ -198,7 +231,7 @@ class CompiledSteps:
         self.off = shape.off or Off.UNTRACEABLE
         return None
 
-    def _function(self, shape: _Shape, bucket: Bucket, form: Form | None) -> Callable[..., Any]:
+    def _function(self, shape: _Shape, bucket: Bucket, goal: Goal) -> Callable[..., Any]:
         """What runs steps of one shape: traced when it is called first."""
 
         def step(
@@ -211,9 +244,8 @@ class CompiledSteps:
             fresh = iter(arrays)
             layouts = [layout.over(fresh) for layout in self._layouts]
             traced = TracedStep(bucket, starts)
-            (hidden,) = self.forward.run([Group(ids[:, None], [layout.view(traced) for layout in layouts])])
-            logits = self.forward.head(hidden)[:, -1]
-            outputs = [logits] if form is None else form.choose(logits, inputs)
+            (hidden,) = self.forward.run([Group(ids, [layout.view(traced) for layout in layouts])])
+            outputs = self._reached(goal, hidden, inputs)
             written = [array for layout in layouts for array in layout.arrays()]
             if _shapes(written) != _shapes(arrays):
                 raise _NotFixed
@@ -222,8 +254,14 @@ class CompiledSteps:
         call: Callable[..., Any] = mx.compile(step)
         return call
 
-    def _shape(self, bucket: Bucket, form: Form | None, state: int) -> _Shape:
-        key = (bucket, form, state)
+    def _reached(self, goal: Goal, hidden: mx.array, inputs: Sequence[Inputs]) -> list[mx.array]:
+        if goal is Part.HIDDEN:
+            return [hidden]
+        logits = self.forward.head(hidden)[:, -1]
+        return goal.choose(logits, inputs) if isinstance(goal, Form) else [logits]
+
+    def _shape(self, bucket: Bucket, goal: Goal, state: int) -> _Shape:
+        key = (bucket, goal, state)
         shape = self._shapes.setdefault(key, _Shape())
         self._shapes.move_to_end(key)
         if len(self._shapes) > _MOST:

@@ -23,8 +23,8 @@ import mlx.core as mx
 
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Flight, Row
 from mlxbcd.methods.events import Drawn, Emit, Event, Round, Speculated
-from mlxbcd.methods.step import HiddenSteps, StepBuilder
-from mlxbcd.model.forward import Forward, Group
+from mlxbcd.methods.step import EagerSteps, HiddenSteps, RoundBuilder, StepBuilder
+from mlxbcd.model.forward import Forward
 from mlxbcd.sampling.sampler import RowSampler, Sample, sample
 from mlxbcd.spec.accept import Accepted, accept
 from mlxbcd.spec.costs import VerifyCosts
@@ -102,6 +102,7 @@ class SpeculativeGroup(DecodeGroup):
 
     Args:
         state: an empty collection whose `widest` allows windows.
+        rounds: builds the forwards of rounds; eagerly by default.
         costs: of verifying; shared by all groups of the model, and refined by each.
         drafter: None leaves it at echoed spans.
         depth: how deep the drafter drafts; needed with one.
@@ -116,6 +117,7 @@ class SpeculativeGroup(DecodeGroup):
         ended: Callable[[Row, Rows], None] = lambda row, state: None,
         *,
         costs: VerifyCosts,
+        rounds: RoundBuilder | None = None,
         drafter: Drafter | None = None,
         depth: Depth | None = None,
     ) -> None:
@@ -123,6 +125,7 @@ class SpeculativeGroup(DecodeGroup):
         super().__init__(forward, state, ahead, self._hidden_steps or steps, ended)
         assert (drafter is None) == (depth is None)
         self._forward = forward
+        self._rounds: RoundBuilder = rounds or EagerSteps(forward)
         self._costs = costs
         self._drafter = drafter
         self._depth = depth
@@ -336,8 +339,7 @@ class SpeculativeGroup(DecodeGroup):
         of = {window.row.key: window for window in windows}
         ordered = [of[key] for key in state.order]
         ids = [_padded(window, width) for window in ordered]
-        with turn.forward() as caches:
-            (hidden,) = self._forward.run([Group(mx.array(ids, dtype=mx.int32), caches)])
+        hidden = self._rounds.hidden(turn, mx.array(ids, dtype=mx.int32))
         draw = sample(self._logits(hidden, ordered, width), [one for window in ordered for one in window.samplers])
         samples = draw.read()
         seconds = time.perf_counter() - began

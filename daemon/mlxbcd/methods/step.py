@@ -21,6 +21,7 @@ class Off(Enum):
     COLD = "a row has processed nothing, so its state has no shape yet"
     NEW = "steps of this shape have only just begun"
     UNTRACEABLE = "the model's forward can't be traced"
+    RECORDED = "what the model's forward does is recorded, to be taken back"
     UNFIXED = "the model's state changes its shape from step to step"
     TRIAL = "both ways are being timed by turns"
     SLOWER = "it was measured, and is not faster"
@@ -42,6 +43,14 @@ class StepBuilder(Protocol):
 
     def logits(self, turn: Turn | AloneTurn, ids: mx.array) -> mx.array:
         """The first half of a step whose draw has to wait until `ids` were read: [B, V], lazy."""
+        ...
+
+
+class RoundBuilder(Protocol):
+    """One way to build the forward of a round. Evaluates nothing, and doesn't resolve the turn."""
+
+    def hidden(self, turn: Turn, ids: mx.array) -> mx.array:
+        """Final hidden states [B, N, D] of the rows' windows `ids` [B, N], int32 or uint32; may be lazy."""
         ...
 
 
@@ -90,3 +99,9 @@ class EagerSteps:
         """See `StepBuilder.logits`."""
         (hidden,) = self._forward.run([Group(ids[:, None], turn.caches)])
         return self._forward.head(hidden)[:, -1]
+
+    def hidden(self, turn: Turn, ids: mx.array) -> mx.array:
+        """See `RoundBuilder.hidden`."""
+        with turn.forward() as caches:
+            (hidden,) = self._forward.run([Group(ids, caches)])
+        return hidden

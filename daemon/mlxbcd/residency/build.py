@@ -147,6 +147,7 @@ def _assemble(loaded: Loaded, files: Signatures, drafting: Loaded | None) -> Bui
         ahead,
         steps,
         verify=verify,
+        rounds=_steps(forward) if reversible else None,
         packer=packs.packer,
         drafter=drafter,
     )

@@ -95,6 +95,11 @@ class Turn:
         return self._rows
 
     @property
+    def recorded(self) -> bool:
+        """What the model does in `forward` is recorded, so that it can be taken back."""
+        return self._undo is not None
+
+    @property
     def caches(self) -> list[Any]:
         """One view per layer, as the model's ``cache`` argument."""
         if self._caches is None:
