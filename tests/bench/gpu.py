@@ -37,7 +37,7 @@ from mlxbcd.methods.autoregressive import Row as DecodeRow  # noqa: E402
 from mlxbcd.methods.compiled import CompiledSteps  # noqa: E402
 from mlxbcd.methods.events import Drawn, Event  # noqa: E402
 from mlxbcd.methods.step import EagerSteps, StepBuilder  # noqa: E402
-from mlxbcd.model import cuda  # noqa: E402
+from mlxbcd.model import cuda, cuda_linear  # noqa: E402
 from mlxbcd.model.forward import Group  # noqa: E402
 from mlxbcd.plan.request import Request  # noqa: E402
 from mlxbcd.sampling.sampler import RowSampler  # noqa: E402
@@ -176,6 +176,29 @@ def attention_error() -> float:
             error = float(np.linalg.norm(_on_host(ours) - wanted) / np.linalg.norm(wanted))
             assert error < (1e-5 if dtype == mx.float32 else 1e-2), (dtype, rows, width, heads, dim, reach, error)
             worst = max(worst, error)
+    return worst
+
+
+def product_error() -> float:
+    """The largest relative error of our product of a few rows, over types and shapes, to numpy's in float32.
+
+    Raises:
+        AssertionError: it is more than rounding.
+    """
+    worst = 0.0
+    for dtype, rows, depth, outputs in (
+        (mx.bfloat16, 5, 4096, 14336),
+        (mx.bfloat16, 8, 14336, 4096),
+        (mx.float16, 2, 96, 100),
+        (mx.float16, 7, 4128, 1001),
+    ):
+        x = mx.random.normal((rows, 1, depth), key=mx.random.key(1)).astype(dtype)
+        weight = mx.random.normal((outputs, depth), key=mx.random.key(2)).astype(dtype)
+        assert cuda_linear.fits(x, weight)
+        wanted = _on_host(x) @ _on_host(weight).T
+        error = float(np.linalg.norm(_on_host(cuda_linear.product(x, weight)) - wanted) / np.linalg.norm(wanted))
+        assert error < 1e-2, (dtype, rows, depth, outputs, error)
+        worst = max(worst, error)
     return worst
 
 
@@ -345,6 +368,7 @@ def main() -> int:
     print(f"copy bandwidth: {rate / 1e12:.2f} TB/s", flush=True)
     if cuda.available():
         print(f"attention of rows of different lengths: off by {attention_error():.1e} at most", flush=True)
+        print(f"products of a few rows: off by {product_error():.1e} at most", flush=True)
     rows: list[Row] = []
     for weights in args.weights:
         model = make(args.shape, None if weights == "bf16" else 4)

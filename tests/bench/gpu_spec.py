@@ -35,12 +35,12 @@ DEPTH = 4
 RATE = 0.8
 _NAME = "script"
 _TARGETS = {("bf16", 1): 2.0, ("bf16", 8): 1.3}
-_WARM, _BLOCKS = 6, 7
+_WARM, _BLOCKS = 2, 5
 """Blocks whose time isn't taken, in which both sides find out whether to compile; and those that count."""
-_STEPS, _ROUNDS = 34, 10
+_STEPS, _ROUNDS = 100, 30
 """Of a block each: about as many tokens, so that both sides' rows stay about equally long."""
 _ENDLESS = 1_000_000
-_ROOM = 1000
+_ROOM = 1500
 """Positions of each row from the start: what growing costs is another question."""
 
 

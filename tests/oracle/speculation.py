@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Row
 from mlxbcd.methods.events import Drawn, Event, Failed, Speculated
 from mlxbcd.methods.speculative import WIDEST, Speculation, SpeculativeGroup
+from mlxbcd.methods.step import RoundBuilder
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.plan.request import Request, Sampling
 from mlxbcd.sampling.sampler import RowSampler, sample
@@ -91,6 +92,7 @@ class Play:
         echo: bool = False,
         ahead: Ahead = Ahead.BUILD,
         costs: VerifyCosts | None = None,
+        rounds: RoundBuilder | None = None,
     ) -> None:
         self.subject = subject
         self.events: list[Event] = []
@@ -105,6 +107,7 @@ class Play:
                 Rows(subject.composition, widest=WIDEST),
                 ahead,
                 costs=costs or Cheap(),
+                rounds=rounds,
                 drafter=drafter,
                 depth=Depth(depth, VerifyCosts()) if drafter is not None else None,
             )

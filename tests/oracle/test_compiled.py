@@ -19,9 +19,11 @@ from mlxbcd.state.rows import COLD, Joiner, Rows, commit
 from oracle import coverage
 from oracle.alone import relative_error
 from oracle.crowd import Newcomer
-from oracle.families import FAMILIES, load
+from oracle.families import FAMILIES, VOCABULARY, load
+from oracle.guesses import Guesses, mixed
 from oracle.probes import PASS
 from oracle.programs import CompiledPrograms, run_programs
+from oracle.speculation import Play, Subject, alone, requests
 from oracle.traced import CompiledCrowd
 from tracing import needs_a_compiler, traced
 
@@ -53,6 +55,22 @@ def test_operations_may_be_fused_too() -> None:
             crowd.step()
     crowd.check_traces()
     assert crowd.compiled == 3
+
+
+@pytest.mark.parametrize("name", ["llama", "exaone4"])
+def test_rounds_through_traced_functions_draw_what_plain_decoding_draws(name: str) -> None:
+    """Full attention, and windows, where a round's tokens go around a ring."""
+    family = load(name)
+    subject = Subject(family.forward, family.composition, VOCABULARY)
+    made = requests(4, VOCABULARY, length=20)
+    texts = {key: alone(subject, request) for key, request in made.items()}
+    rounds = CompiledSteps(family.forward, always=True)
+    play = Play(subject, drafter=Guesses(mixed(texts, VOCABULARY)), rounds=rounds)
+    with traced():
+        play.run(made, together=3)
+    assert {key: play.tokens(key) for key in made} == texts
+    assert len(rounds.traces) > 2
+    assert set(rounds.traces) == {1}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from mlxbcd.model.forward import Group
 from mlxbcd.plan.request import Request
 from mlxbcd.state.composition import KvScheme
 from mlxbcd.state.geometry import Key
-from mlxbcd.state.rows import COLD, Joiner, Rows, commit
+from mlxbcd.state.rows import COLD, Joiner, Rows, Turn, commit
 from mlxbcd.state.schemes import Quantised
 from oracle.agreement import Tally
 from oracle.families import VOCABULARY, load
@@ -197,12 +197,12 @@ def test_a_round_that_fails_takes_its_group_and_the_next_one_is_clean() -> None:
     assert isinstance(group, SpeculativeGroup)
     for key in (0, 1):
         play.admit(key, made[key])
-    healthy, group._forward = group._forward, _Broken()
+    healthy, group._round_steps = group._round_steps, _Broken()
     with pytest.raises(RuntimeError, match="broken"):
         group.step(play.events.extend)
     assert sorted(group.discard(), key=str) == [0, 1]
     assert (len(group), group.nbytes) == (0, 0)
-    group._forward = healthy
+    group._round_steps = healthy
     play.admit(2, made[2])
     while len(group):
         play.step(covers_what_was_delivered)
@@ -210,7 +210,7 @@ def test_a_round_that_fails_takes_its_group_and_the_next_one_is_clean() -> None:
 
 
 class _Broken:
-    def run(self, groups: Sequence[Group]) -> list[mx.array]:
+    def hidden(self, turn: Turn, ids: mx.array) -> mx.array:
         raise RuntimeError("broken")
 
 

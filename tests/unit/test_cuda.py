@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxbcd.model import cuda
+from mlxbcd.model import cuda, cuda_linear
 
 
 class Tied(nn.Module):
@@ -55,6 +57,30 @@ def test_blocks_share_out_heads_and_positions(rows: int, kv_heads: int, repeats:
     blocks = rows * kv_heads * repeats // together
     assert blocks >= 128 or together == 1
     assert splits == 1 or blocks * splits <= 256
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=0, max_size=2),
+    st.sampled_from([16, 32, 64, 80]),
+    st.sampled_from([mx.bfloat16, mx.float16, mx.float32]),
+)
+def test_the_product_of_a_few_rows_is_for_two_to_eight_of_whole_reads_in_half_precision(
+    leading: list[int], depth: int, dtype: mx.Dtype
+) -> None:
+    x, weight = mx.zeros((*leading, depth), dtype), mx.zeros((3, depth), dtype)
+    wanted = 2 <= math.prod(leading) <= 8 and depth in (32, 64) and dtype != mx.float32
+    assert cuda_linear.fits(x, weight) == wanted
+    assert not cuda_linear.fits(x, weight.astype(mx.float32))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_the_product_is_not_for_is_computed_as_ever(bias: bool) -> None:
+    layer, embedding = nn.Linear(64, 24, bias=bias), nn.Embedding(24, 64)
+    x = mx.random.normal((3, 64), key=mx.random.key(2))
+    wanted = layer(x), embedding.as_linear(x)
+    layer.__class__, embedding.__class__ = cuda_linear.LeanLinear, cuda_linear.LeanEmbedding
+    assert mx.array_equal(layer(x), wanted[0])
+    assert mx.array_equal(embedding.as_linear(x), wanted[1])
 
 
 def test_where_nothing_computes_with_cuda_attention_is_left_to_the_back_end() -> None:

@@ -125,7 +125,7 @@ class SpeculativeGroup(DecodeGroup):
         super().__init__(forward, state, ahead, self._hidden_steps or steps, ended)
         assert (drafter is None) == (depth is None)
         self._forward = forward
-        self._rounds: RoundBuilder = rounds or EagerSteps(forward)
+        self._round_steps: RoundBuilder = rounds or EagerSteps(forward)
         self._costs = costs
         self._drafter = drafter
         self._depth = depth
@@ -339,7 +339,7 @@ class SpeculativeGroup(DecodeGroup):
         of = {window.row.key: window for window in windows}
         ordered = [of[key] for key in state.order]
         ids = [_padded(window, width) for window in ordered]
-        hidden = self._rounds.hidden(turn, mx.array(ids, dtype=mx.int32))
+        hidden = self._round_steps.hidden(turn, mx.array(ids, dtype=mx.int32))
         draw = sample(self._logits(hidden, ordered, width), [one for window in ordered for one in window.samplers])
         samples = draw.read()
         seconds = time.perf_counter() - began

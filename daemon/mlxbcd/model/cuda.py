@@ -20,6 +20,8 @@ from typing import Any, Final, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxbcd.model import cuda_linear
+
 _FEWEST: Final = 8
 """Rows from which a quantised product reads its weights once."""
 
@@ -42,12 +44,13 @@ def available() -> bool:
 
 
 def bind(model: nn.Module) -> None:
-    """Make a model's quantised layers use this module's products. Idempotent."""
+    """Make a model's layers use the products of this module and of `cuda_linear`. Idempotent."""
     for _, module in model.named_modules():
         if type(module) is nn.QuantizedLinear:
             module.__class__ = FlatLinear
         elif type(module) is nn.QuantizedEmbedding:
             module.__class__ = FlatEmbedding
+    cuda_linear.bind(model)
 
 
 class FlatLinear(nn.QuantizedLinear):  # type: ignore[misc]  # mlx.nn has no types
