@@ -101,14 +101,13 @@ class Side:
             sampler = RowSampler(request.sampling, request.prompt, model.vocab_size)
             group.join(DecodeRow(key, request, sampler, pending=prompt[-1]), Joiner(key, rows.read(key), _ROOM))
 
-    def seconds_per_token(self, steps: int) -> float:
-        """Seconds of so many steps or rounds, by the tokens that they delivered."""
-        before = sum(map(len, self.tokens))
+    def seconds_per_step(self, steps: int) -> float:
+        """Seconds of each of so many steps or rounds."""
         began = perf_counter()
         for _ in range(steps):
             self.group.step(self._take)
         mx.synchronize()
-        return (perf_counter() - began) / (sum(map(len, self.tokens)) - before)
+        return (perf_counter() - began) / steps
 
     def expected(self) -> tuple[int, int]:
         """How many of the tokens drawn are the ones that were to come, of how many."""
@@ -142,27 +141,27 @@ def speculation(model: Model, prompts: Sequence[Sequence[int]], ahead: Ahead) ->
     rounds = Side(model, prompts, group, True)
     sides = ((rounds, _ROUNDS), (plain, _STEPS))
     for side, count in sides:
-        side.seconds_per_token(_WARM * count)
+        side.seconds_per_step(_WARM * count)
     times: dict[Side, list[float]] = {side: [] for side, _ in sides}
     for turn in range(_BLOCKS):
         for side, count in sides if turn % 2 else sides[::-1]:
-            times[side].append(side.seconds_per_token(count))
-    ours, theirs = median(times[rounds]), median(times[plain])
+            times[side].append(side.seconds_per_step(count))
+    round_s, step_s = median(times[rounds]), median(times[plain])
     statistics = total([group.statistics(key) for key in range(batch)])
     (right, drawn), (plain_right, plain_drawn) = rounds.expected(), plain.expected()
     limit = _TARGETS.get((model.name, batch))
     row = compare(
         f"gpu/{model.name}/spec/B={batch}",
-        1 / ours,
-        1 / theirs,
+        batch * statistics.tokens_per_forward / round_s,
+        batch / step_s,
         "tok/s",
         "higher",
         peer_version="plain decoding of ours",
         target=None if limit is None else Target("ratio", ">=", limit),
         note=f"{statistics.tokens_per_forward:.2f} tokens per row and forward, "
         f"{statistics.accepted} of {statistics.drafted} proposals taken; a round takes "
-        f"{1e3 * ours * batch * statistics.tokens_per_forward:.1f} ms ({_how(compiled)}), a plain step "
-        f"{1e3 * theirs * batch:.1f} ({_how(steps)}, {ahead.value} ahead); "
+        f"{1e3 * round_s:.1f} ms ({_how(compiled)}), a plain step "
+        f"{1e3 * step_s:.1f} ({_how(steps)}, {ahead.value} ahead); "
         f"{right} of {drawn} and {plain_right} of {plain_drawn} tokens as they had to be",
     )
     for side, _ in sides:

@@ -22,7 +22,8 @@ _TALL: Final = 16
 """Rows of weights that it takes."""
 _DEEP: Final = 32
 """Dimensions that a warp reads at once."""
-_WARPS: Final = 8
+_WARPS: Final = 16
+"""Warps that share out the dimensions: as many as can be, since a product waits for the one before it."""
 _AHEAD: Final = 4
 """Reads that a warp begins before it computes with any."""
 _OLDEST: Final = 8
