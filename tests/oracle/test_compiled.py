@@ -61,7 +61,8 @@ def test_operations_may_be_fused_too() -> None:
 def test_rounds_through_traced_functions_draw_what_plain_decoding_draws(name: str) -> None:
     """Full attention, and windows, where a round's tokens go around a ring."""
     family = load(name)
-    subject = Subject(family.forward, family.composition, VOCABULARY)
+    hidden = family.forward.hidden(mx.array([[1]]), family.composition.make_stock())
+    subject = Subject(family.forward, family.composition, family.forward.head(hidden).shape[-1])
     made = requests(4, VOCABULARY, length=20)
     texts = {key: alone(subject, request) for key, request in made.items()}
     rounds = CompiledSteps(family.forward, always=True)
