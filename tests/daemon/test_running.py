@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from real_daemon import Daemon, Frames, Solo, ask, tokens
+from real_daemon import Daemon, Frames, Solo, ask, daemon, socket_path, tokens
 from stories import LONG, STORIES
 
 from mlxbc import AsyncClient, wire
@@ -158,3 +160,16 @@ async def ping_p99_ms(daemon: Daemon) -> float:
             await prefill
     assert len(pings) >= 100, "there was something to measure"
     return statistics.quantiles(pings, n=100)[98]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells about processes")
+def test_a_model_that_is_unloaded_gives_its_memory_back_to_the_system(model_directory: Path) -> None:
+    with socket_path() as path, daemon(path, model_directory, "--no-preload", wait_for="ready after") as own:
+        before = own.until(lambda report: report.device != "starting").footprint
+        with own.client() as client:
+            for _ in range(2):
+                weights = client.load().bytes
+                client.generate("Once upon a time", max_tokens=3).wait()
+                assert client.status().footprint > before + weights
+                client.unload(str(model_directory))
+                assert client.status().footprint < before + weights // 2, "what is left is code, tables and some heap"

@@ -295,6 +295,9 @@ class Residency:
         known = learned.Learned(engine.costs, engine.packing or PackingRanges(), engine.cohorts, verify)
         await self._workers.offload(learned.remember, resident.costs_at, known)
         await self._device.run(resident.built.close)
+        if not self._closed:
+            # Weights of a few megabytes each are pieces of the C library's heap, which keeps what it is given back.
+            await self._workers.tidy()
         self.budget.forget(resident.source.path)
         self.keeper.settle()
 
@@ -355,6 +358,8 @@ class Residency:
         source, began = loading.source, time.monotonic()
         try:
             words, built = await self._read_into_room(loading)
+            # Reading has left pieces as large as the model itself.
+            await self._workers.tidy()
             kept = learned.place(source.path, built.device, built.dtype)
             known = await self._workers.offload(learned.recall, kept, built.verify)
             engine = Engine(

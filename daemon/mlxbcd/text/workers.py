@@ -27,7 +27,8 @@ class TextWorkers:
 
     Args:
         threads: of each pool; more work waits its turn.
-        tidy: called in a thread when very long texts have been worked on, and for a moment none has followed.
+        tidy: called in a thread when very long texts have been worked on, and for a moment none has followed; and when
+            it is asked for.
     """
 
     def __init__(self, threads: int = 2, tidy: Callable[[], None] | None = None) -> None:
@@ -79,6 +80,15 @@ class TextWorkers:
             ServeError: shutting_down, after `close`.
         """
         return await self._call(self._stubborn, function)
+
+    async def tidy(self) -> None:
+        """Tidy up now, in a thread: something large has been let go.
+
+        Raises:
+            ServeError: shutting_down, after `close`.
+        """
+        if self._tidy is not None:
+            await self.offload(self._tidy)
 
     async def close(self) -> None:
         """Refuse new work, drop what hasn't begun, wait for what has."""
