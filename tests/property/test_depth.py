@@ -1,4 +1,4 @@
-"""Adaptive depth, on recorded traces and measured cost curves with a simulated clock."""
+"""Adaptive depth, on made-up traces and measured cost curves with a simulated clock."""
 
 from __future__ import annotations
 

@@ -12,10 +12,12 @@ Key: TypeAlias = Hashable
 """Names a row."""
 
 PAYS: Final = 1.05
-"""A round with drafts must promise this many times the tokens per second of plain steps."""
+"""A round with spans must promise this many times the tokens per second of plain steps, which are built ahead."""
+_PAYS: Final = 1.02
+"""The same of a round with drafts: giving them up costs more than a little, since only probes bring them back."""
 
 _PLACES: Final = 16
-_KEEPS: Final = 0.95
+_KEEPS: Final = 0.98
 _CHAINED: Final = 8.0
 _LASTS: Final = 0.998
 _FIRM: Final = 10.0
@@ -142,7 +144,7 @@ class Depth:
         worse = sum(key in self._behind_bad for key in rows)
         batch = len(rows)
         plain = batch / self._costs.plain(batch)
-        best, best_rate, reached_good, reached_bad = 0, PAYS * plain, 1.0, 1.0
+        best, best_rate, reached_good, reached_bad = 0, _PAYS * plain, 1.0, 1.0
         expected = float(batch)
         for depth in range(1, cap + 1):
             place = min(depth, _PLACES) - 1
