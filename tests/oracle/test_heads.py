@@ -192,7 +192,8 @@ def check_entries(model: Built, drafter: HeadDrafter, key: Key, text: list[int])
 
 
 def test_the_executor_gives_a_head_the_end_of_each_prompt(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "verify_curve", lambda *model: {1: 1e-9, 32: 1.1e-9})
+    # Nobody has measured what verifying costs, so that drafts are made however busy this machine is.
+    monkeypatch.setattr(build_module, "verify_curve", lambda *model: {})
     model = build(store / "knowing", lambda done, total: None, lambda: False)
     executor = model.executor
     told: list[Any] = []
