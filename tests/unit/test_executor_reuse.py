@@ -180,6 +180,15 @@ def test_a_model_that_cannot_be_cut_is_kept_at_boundaries_alone(cache: PrefixCac
     assert one.tokens("b") == one.tokens("a")
 
 
+def test_a_model_that_can_be_cut_is_kept_as_its_prompt_is_processed(cache: PrefixCache) -> None:
+    one, ids = driver(cache), prompt(14, 600)
+    one.iterate(piece=("a", 512), start=[("a", dataclasses.replace(asking(ids), boundaries=(512,)))])
+    assert (found(one, ids), cache.counters.published) == (512, 2)
+    one.iterate(piece=("a", 88))
+    assert (found(one, ids), cache.counters.published) == (600, 3), "what was kept is not copied again"
+    one.finish()
+
+
 # ------------------------------------------------------------------------------------------ checkpoints
 
 

@@ -470,7 +470,7 @@ async def test_prompts_with_disconnects_stay_within_bounds(prompts: int, models:
                 for _ in range(rng.randrange(40)):
                     await asyncio.sleep(0.0005 * rng.randrange(2))
                 if rng.random() < 0.6:
-                    leaver.job.cancel(rng.choice(["cancelled", "superseded"]))
+                    leaver.job.cancel(rng.choice(["cancelled", "superseded", "disconnected"]))
                 await leaver.end()
             report = await house.report()
             assert report.ram_bytes <= ram

@@ -5,13 +5,20 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxbcd.plan.snapshots import INTERVAL, LEAST, boundaries
+from mlxbcd.cache.index import BLOCK
+from mlxbcd.engine.scheduler import Policy
+from mlxbcd.plan.snapshots import INTERVAL, LEAST, STRIDE, boundaries
 
 lengths = st.integers(0, 40_000)
 
 
-def test_a_state_that_can_be_cut_needs_no_boundary() -> None:
-    assert boundaries(5000, stable=4990, shared=300, matched=700, trimmable=True) == ()
+def test_a_state_that_can_be_cut_is_kept_as_it_grows_wherever_texts_may_part() -> None:
+    assert boundaries(2048, stable=2000, shared=300, matched=700, trimmable=True) == ()
+    assert boundaries(5000, stable=4990, shared=300, matched=700, trimmable=True) == (2048, 4096)
+
+
+def test_keeping_on_the_way_plans_no_ends_of_its_own_and_leaves_whole_blocks() -> None:
+    assert STRIDE % Policy().planned_chunk == STRIDE % BLOCK == 0
 
 
 def test_else_it_is_kept_where_the_next_turn_and_other_chats_go_on() -> None:

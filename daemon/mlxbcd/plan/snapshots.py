@@ -1,7 +1,8 @@
 """Owns where a prompt's state is kept for prompts to come. Pure.
 
-Where every prefix of a state is a state, all of the prompt is kept once it is processed, and cut as needed. Else the
-state is kept at chosen lengths, which become planned ends of the prefill.
+Where every prefix of a state is a state, all of the prompt is kept, and cut as needed: piece by piece as it is
+processed, since copying out a long prompt at once would keep everybody waiting. Else the state is kept at chosen
+lengths, which become planned ends of the prefill.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ LEAST: Final = 256
 """Shorter states are made again sooner than they are found."""
 INTERVAL: Final = 8192
 """Tokens between the lengths at which a long prompt's state is kept, whatever they mean."""
+STRIDE: Final = 2048
+"""The same where that costs no more than the new tokens: planned ends, and multiples of a block."""
 
 
 def boundaries(
@@ -27,7 +30,7 @@ def boundaries(
         trimmable: every prefix of the state is a state.
     """
     if trimmable:
-        return ()
+        return tuple(n for n in range(STRIDE, total, STRIDE) if n > reused)
     last = min(stable, total - 1)
     wanted = {last, shared, matched, *range(INTERVAL, last, INTERVAL)}
     return tuple(sorted(n for n in wanted if LEAST <= n <= last and n > reused))
