@@ -68,9 +68,12 @@ def detach(command: Sequence[str], path: Path, log: Path, *, wait: bool, replace
         slow.cancel()
     if pid is not None:
         return _print(pid)
-    _say(f"the daemon ended with code {child.returncode} before it answered; from its log ({log}):")
+    code = child.returncode
+    how = f"ended with code {code}" if code >= 0 else f"was ended by signal {-code}"
+    _say(f"the daemon {how} before it answered; from its log ({log}):")
     sys.stderr.write(_tail(log, start))
-    return child.returncode or os.EX_SOFTWARE
+    # As a shell tells of signals.
+    return 128 - code if code < 0 else code or os.EX_SOFTWARE
 
 
 def _await_answer(child: subprocess.Popen[bytes], path: Path, old: int | None) -> int | None:
