@@ -80,6 +80,21 @@ def test_the_first_layers_of_a_model_draft_for_all_of_it(selection: Selection) -
     assert 0 < accepted < drafted
 
 
+def test_a_draft_model_whose_vocabulary_is_padded_less_changes_no_token() -> None:
+    """It lacks the last tokens, and the rows draw some of them."""
+    made, texts = asked(PLAIN)
+    narrow = CONFIGS[PLAIN] | {"vocab_size": subject(PLAIN).vocabulary // 2}
+    model_class, args_class = zoo.model_classes(narrow)
+    model = model_class(args_class.from_dict(narrow))
+    mx.eval(model.parameters())
+    drafter = ModelDrafter(Forward(model), inspect(model, zoo.module_name(narrow)), subject(PLAIN).vocabulary)
+    assert any(token >= narrow["vocab_size"] for text in texts.values() for token in text)
+    play = Play(subject(PLAIN), drafter=drafter, depth=DEPTH)
+    play.run(made, together=4, check=covers_what_was_delivered)
+    compare(PLAIN, play, made, texts)
+    assert sum(play.statistics(key).drafted for key in made) > len(made)
+
+
 def test_drafts_by_a_rows_own_rules_are_right_more_often_than_the_likeliest_tokens() -> None:
     """Draft and target share the noise of each draw."""
     made, _ = asked(PLAIN)

@@ -50,6 +50,7 @@ class ModelDrafter:
     selection: Selection = Selection.REQUEST
     reads_hidden: bool = field(default=False, init=False)
     token_bytes: float = field(init=False)
+    _width: int = field(init=False)
     _own: Followers[list[int]] = field(init=False)
     _pace: Pace = field(default_factory=Pace, init=False)
 
@@ -59,7 +60,7 @@ class ModelDrafter:
         if self.composition.recorder is not None or self.composition.rollback_reason:
             raise ValueError("the draft model's state can't be cut back token by token; take one with attention alone")
         self._own = Followers(Rows(self.composition, widest=CHUNK), lambda companion: list(companion.owed))
-        self.token_bytes = self._measured()
+        self.token_bytes, self._width = self._measured()
 
     def __repr__(self) -> str:
         return f"ModelDrafter({self.name}, {self._own.rows})"
@@ -140,7 +141,8 @@ class ModelDrafter:
         turn = self._own.rows.begin(width)
         order = self._own.rows.order
         ids = mx.concatenate([_padded(inputs[key], width) if key in inputs else _padded([0], width) for key in order])
-        (hidden,) = self.forward.run([Group(ids, turn.caches)])
+        # A token that it has no embedding of is read as another one.
+        (hidden,) = self.forward.run([Group(mx.minimum(ids, self._width - 1), turn.caches)])
         turn.resolve([lengths.get(key, 0) for key in order])
         ends = {key: (i, lengths[key]) for i, key in enumerate(order) if key in lengths}
         return {key: hidden[i : i + 1, n - 1 : n] for key, (i, n) in ends.items()}
@@ -148,18 +150,18 @@ class ModelDrafter:
     def _logits(self, hidden: mx.array) -> mx.array:
         """[B, vocab_size] of hidden states [B, 1, D]."""
         logits = self.forward.head(hidden)[:, -1, : self.vocab_size]
-        lacking = self.vocab_size - logits.shape[-1]
-        return mx.pad(logits, [(0, 0), (0, lacking)], constant_values=mx.array(-mx.inf)) if lacking else logits
+        lacking = self.vocab_size - self._width
+        return mx.pad(logits, [(0, 0), (0, lacking)], constant_values=mx.array(-mx.inf)) if lacking > 0 else logits
 
-    def _measured(self) -> float:
-        """Bytes per token, of a row that has read one."""
+    def _measured(self) -> tuple[float, int]:
+        """Bytes per token, of a row that has read one; and the width of the logits."""
         rows = Rows(self.composition, widest=1)
         commit(rows.prepare(join=[Joiner("probe", COLD, 1)]))
         turn = rows.begin(1)
-        self.forward.run([Group(mx.zeros((1, 1), dtype=mx.int32), turn.caches)])
+        (hidden,) = self.forward.run([Group(mx.zeros((1, 1), dtype=mx.int32), turn.caches)])
         turn.resolve()
         mx.eval(rows.arrays())
-        return rows.nbytes / rows.place("probe").group.capacity
+        return rows.nbytes / rows.place("probe").group.capacity, self.forward.head(hidden).shape[-1]
 
 
 def _padded(tokens: Sequence[int] | mx.array, width: int) -> mx.array:
