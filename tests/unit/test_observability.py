@@ -246,7 +246,7 @@ def test_the_trace_is_a_file_that_viewers_read(path: Path, tmp_path: Path) -> No
         assert session.receive(wire.Cancel).id == request.id
 
     with FakeDaemon(path, script, pid=42):
-        assert cli.main(["trace", "--for", "0.3", str(tmp_path / "t.json")]) == exits.OK
+        assert cli.main(["trace", "--for", "2", str(tmp_path / "t.json")]) == exits.OK
     written = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     complete = [event for event in written if event["ph"] == "X"]
     assert [(event["name"], event["ts"], event["dur"]) for event in complete] == [
