@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,27 +67,33 @@ def run(settings: Settings) -> list[Row]:
     """Rows `gap/…`: ours beside each peer, the targets of our own, and the curve."""
     with Daemon(settings.model) as daemon:
         daemon.await_ready()
-        ours = asyncio.run(_measure(Ours(daemon.socket), settings, alone=True))
+        ours = _told("ours", asyncio.run(_measure(Ours(daemon.socket), settings, alone=True)))
     costs = _learnt()
     with Peer(exported(settings.model)) as peer:
         peer.await_ready()
-        theirs = asyncio.run(_measure(Theirs(peer.port), settings))
+        theirs = _told("mlx-lm", asyncio.run(_measure(Theirs(peer.port), settings)))
     rows = [*_against("mlx-lm", ours, theirs, peer_version(), 40), *_own(ours, costs)]
     if settings.llama_server is not None and settings.gguf is not None:
         with LlamaCpp(settings.llama_server, settings.gguf) as llama:
             llama.await_ready()
-            other = asyncio.run(_measure(Theirs(llama.port), settings))
+            other = _told("llama.cpp", asyncio.run(_measure(Theirs(llama.port), settings)))
         rows += _against("llama.cpp", ours, other, f"llama.cpp, {settings.gguf.name}", 8)
     for gap_ms in settings.pick(_CURVE_MS, _CURVE_MS[1:2]):
         # Pieces may be as long as the gap, or every gap above the longest piece would be the same.
         more = ("--set", f"schedule.decode_gap_ms={gap_ms}", "--set", f"schedule.max_piece_ms={gap_ms}")
         with Daemon(settings.model, *more) as daemon:
             daemon.await_ready()
-            point = asyncio.run(_measure(Ours(daemon.socket), settings))
+            point = _told(f"{gap_ms} ms", asyncio.run(_measure(Ours(daemon.socket), settings)))
         rows.append(
             compare(f"gap/curve/{gap_ms}ms", percentile(point.during, 0.95), None, "s", "lower", note=str(point))
         )
     return rows
+
+
+def _told(name: str, joined: Joined) -> Joined:
+    """The figures as they come, since a whole run takes long."""
+    print(f"gap, {name}: {joined}", file=sys.stderr, flush=True)
+    return joined
 
 
 async def _measure(side: Side, settings: Settings, *, alone: bool = False) -> Joined:
