@@ -130,7 +130,7 @@ class Standing:
         if self.missing_default and not self._residency.models:
             notes.append(self.missing_default)
         notes += self._configuration.notes()
-        if self._manners.reason:
+        if self._manners.reason and not self.draining:
             notes.append(f"background requests wait: {self._manners.reason}")
         if self._manners.refusal:
             notes.append("new requests are refused: the system is out of memory")
