@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 
 from mlxbcd.engine.runner import Leaving
@@ -21,7 +24,7 @@ from mlxbcd.model.load import load as load_model
 from mlxbcd.plan.request import Request, Sampling
 from mlxbcd.residency import build as build_module
 from mlxbcd.residency.build import Built, build
-from mlxbcd.spec.drafter import LOOKUP
+from mlxbcd.spec.drafter import LOOKUP, Asked, Selection
 from mlxbcd.spec.heads import HeadDrafter
 from mlxbcd.state.geometry import Key
 from oracle.families import CONFIGS, VOCABULARY, load
@@ -148,6 +151,59 @@ def test_tokens_are_the_same_with_a_head_as_without(store: Path, kind: str, batc
     assert all(each.drafted for each in figures)
     if kind == "knowing":
         assert all(each.accepted == each.drafted for each in figures), "it knows every next token"
+
+
+@pytest.mark.parametrize("selection", Selection)
+def test_a_head_that_scores_listed_tokens_drafts_these_alone(
+    store: Path, monkeypatch: pytest.MonkeyPatch, selection: Selection
+) -> None:
+    """It knows every next token: a draft is right up to the first one that isn't listed."""
+    model = built(store / "knowing")
+    listed = random.Random(9).sample(range(VOCABULARY), VOCABULARY * 3 // 4)
+    drafter = listing_drafter(model, listed, selection)
+    made = requests(6, VOCABULARY, length=24)
+    texts = {key: alone(subject_of(model), request) for key, request in made.items()}
+    play = Play(subject_of(model), drafter=drafter, depth=DEPTH)
+    draft, right = HeadDrafter.draft, 0
+
+    def watched(self: HeadDrafter, rows: Sequence[Asked], depth: int) -> list[list[int]]:
+        nonlocal right
+        drafts = draft(self, rows, depth)
+        for row, proposals in zip(rows, drafts, strict=True):
+            assert set(proposals) <= set(listed)
+            sampling = made[row.key].sampling
+            own_rules = bool(sampling.temperature) or sampling.penalised
+            if sampling.top_k or sampling.top_p < 1.0 or (own_rules and selection is Selection.LIKELIEST):
+                # A filter may keep others among the listed ones, and the likeliest is not what such a row draws.
+                continue
+            known = list(takewhile(lambda token: token in listed, texts[row.key][len(play.tokens(row.key)) :]))
+            assert proposals[: len(known)] == known[: len(proposals)]
+            right += min(len(known), len(proposals))
+        return drafts
+
+    monkeypatch.setattr(HeadDrafter, "draft", watched)
+    play.run(made, together=4, check=covers_what_was_delivered)
+    assert {key: play.tokens(key) for key in made} == texts
+    assert right > 10
+
+
+def listing_drafter(model: Built, listed: Sequence[int], selection: Selection = Selection.REQUEST) -> HeadDrafter:
+    """With a head like the executor's, whose output layer is the model's own cut to some tokens."""
+    forward = model.executor.forward
+    head = heads.make("mimo", forward.model, heads.extract("mimo", knowing_head()))
+    # What each unit vector scores is a column of the model's output layer.
+    columns = forward.head(mx.eye(WIDTH)[None])[0]
+    head.scores = len(listed)
+    head.output = nn.Linear(WIDTH, len(listed), bias=False)
+    head.output.weight = columns.T[mx.array(listed)]
+    return HeadDrafter(forward, head, model.executor.vocab_size, selection=selection, listed=listed)
+
+
+def test_a_list_that_is_not_the_heads_is_refused(store: Path) -> None:
+    model = built(store / "knowing")
+    head = listing_drafter(model, [1, 2, 3]).head
+    with pytest.raises(ValueError, match="scores 3 listed tokens, and the list names 2"):
+        HeadDrafter(model.executor.forward, head, model.executor.vocab_size, listed=[1, 2])
 
 
 def test_a_heads_state_is_what_reading_all_of_a_text_anew_gives(store: Path) -> None:

@@ -24,15 +24,19 @@ class Head(nn.Module):  # type: ignore[misc]  # MLX's modules have no types
     Args:
         block: the family's own decoder layer.
         width: of hidden states.
+        scores: tokens that it has an output layer of its own for, a list of frequent ones; 0 leaves it to the model's.
     """
 
-    def __init__(self, block: nn.Module, width: int, eps: float) -> None:
+    def __init__(self, block: nn.Module, width: int, eps: float, scores: int = 0) -> None:
         super().__init__()
         self.token_norm = nn.RMSNorm(width, eps=eps)
         self.hidden_norm = nn.RMSNorm(width, eps=eps)
         self.projection = nn.Linear(2 * width, width, bias=False)
         self.block = block
         self.norm = nn.RMSNorm(width, eps=eps)
+        self.scores = scores
+        if scores:
+            self.output = nn.Linear(width, scores, bias=False)
 
     def __call__(self, hidden: mx.array, tokens: mx.array, cache: Any) -> mx.array:
         """Hidden states [B, N, D] of embedded tokens [B, N, D], each behind a hidden state [B, N, D]."""

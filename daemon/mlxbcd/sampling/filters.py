@@ -28,7 +28,7 @@ def top_k_bound(scores: mx.array, top_k: mx.array, top_p: mx.array, widest: int)
         scores: float32 [G, V], log-weights relative to each row's likeliest token (0 or less).
         top_k: int32 [G, 1], from 1 to `widest`.
         top_p: float32 [G, 1]; 1 is off.
-        widest: the largest top_k, less than V.
+        widest: the largest top_k, V at most.
     """
     best = -mx.sort(-mx.topk(scores, widest, axis=-1), axis=-1)
     last = top_k - 1

@@ -198,22 +198,34 @@ class Samplers:
 
     Attributes:
         rows: one per row of the batch.
+        ids: the tokens that are scored, if not all are.
         form: decides the graph of a draw.
     """
 
-    __slots__ = ("_constraints", "_groups", "_same", "form", "rows")
+    __slots__ = ("_constraints", "_groups", "_same", "form", "ids", "rows")
 
-    def __init__(self, rows: Sequence[RowSampler]) -> None:
+    def __init__(self, rows: Sequence[RowSampler], ids: mx.array | None = None) -> None:
+        """Bring rows together.
+
+        Args:
+            ids: uint32 [K], different tokens: what the columns of the logits stand for. Then draws are those of logits
+                in which all other tokens are impossible, and report no log-probabilities.
+
+        Raises:
+            ValueError: there is no row.
+        """
         if not rows:
             raise ValueError("there is no row to sample")
         self.rows = tuple(rows)
+        self.ids = ids
+        width = rows[0].vocab_size if ids is None else ids.shape[0]
         self._constraints = [row.constraint for row in rows if row.constraint is not None]
         groups: dict[Kind, list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault(row.kind, []).append(i)
         self._groups = [[self.rows[i] for i in members] for members in groups.values()]
-        calls = [_call(kind, members) for kind, members in zip(groups, self._groups, strict=True)]
-        reporting = tuple(i for i, row in enumerate(rows) if row.reports)
+        calls = [_call(kind, members, width) for kind, members in zip(groups, self._groups, strict=True)]
+        reporting = tuple(i for i, row in enumerate(rows) if row.reports and ids is None)
         widths = tuple(rows[i].sampling.top_logprobs for i in reporting)
         self.form = Form(tuple(calls), reporting, widths)
         self._same = [_parameters(call, members) for call, members in zip(calls, self._groups, strict=True)]
@@ -255,22 +267,27 @@ class Samplers:
                 row.advance(tokens[i : i + 1])
         return Draw(tokens, finite, self.form.logprobs(reported))
 
+    def named(self, columns: mx.array) -> mx.array:
+        """The tokens that columns of the logits stand for: uint32, of the same shape."""
+        return columns.astype(mx.uint32) if self.ids is None else self.ids[columns]
+
     def draw(self, logits: mx.array) -> Draw:
         """Draw one token per row and advance every sampler by one. Evaluates nothing.
 
         Args:
-            logits: [B, V], any float dtype.
+            logits: [B, V], any float dtype; [B, K] where only `ids` are scored.
 
         Raises:
             ValueError: the logits do not fit the samplers; none has advanced.
         """
         for i, row in enumerate(self.rows):
-            if logits.shape != (len(self.rows), row.vocab_size):
+            width = row.vocab_size if self.ids is None else self.ids.shape[0]
+            if logits.shape != (len(self.rows), width):
                 raise ValueError(
                     f"logits of shape {logits.shape} do not fit row {i} of {len(self.rows)}, "
-                    f"whose vocabulary has {row.vocab_size} tokens"
+                    f"of whose vocabulary {width} tokens are scored"
                 )
-        return self.advance(self.form.choose(logits, self.inputs()))
+        return self.advance(self.form.choose(logits, self.inputs(), self.ids))
 
 
 def sample(logits: mx.array, samplers: Sequence[RowSampler]) -> Draw:
@@ -311,8 +328,8 @@ def _allows(words: NDArray[np.uint32] | None, token: int) -> bool:
     return words is None or bool(words[token // 32] >> (token % 32) & 1)
 
 
-def _call(kind: Kind, rows: Sequence[RowSampler]) -> Call:
-    widest = max(row.sampling.top_k for row in rows) if kind.choice is Choice.TOP_K else 0
+def _call(kind: Kind, rows: Sequence[RowSampler], width: int) -> Call:
+    widest = min(max(row.sampling.top_k for row in rows), width) if kind.choice is Choice.TOP_K else 0
     return Call(kind, len(rows), widest, kind.choice is Choice.PLAIN and any(row.sampling.min_p for row in rows))
 
 
@@ -337,7 +354,8 @@ def _parameters(call: Call, rows: Sequence[RowSampler]) -> dict[str, mx.array]:
         floors = [math.log(sampling.min_p) if sampling.min_p else -math.inf for sampling in samplings]
         same["floor"] = column(floors)
     if call.kind.choice is Choice.TOP_K:
-        same["top_k"] = mx.array([sampling.top_k for sampling in samplings], dtype=mx.int32)[:, None]
+        ranks = [min(sampling.top_k, call.widest) for sampling in samplings]
+        same["top_k"] = mx.array(ranks, dtype=mx.int32)[:, None]
     return same
 
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.sampling.sampler import Samplers
-from mlxbcd.spec.drafter import Asked, Companion, Covered, Selection
+from mlxbcd.spec.drafter import Asked, Companion, Covered, Selection, token_list
 from mlxbcd.spec.followers import Followers, FollowersChange
 from mlxbcd.spec.pace import Pace
 from mlxbcd.state.composition import Composition
@@ -36,7 +36,7 @@ class ModelDrafter:
 
     Args:
         vocab_size: of the target. The model's logits may be wider or narrower, since checkpoints of one tokenizer are
-            padded differently: what it has beyond is left out, and what it lacks it never draws.
+            padded differently: what it has beyond is left out, and what it lacks it neither scores nor draws.
         selection: how tokens of a draft are drawn.
 
     Raises:
@@ -51,6 +51,7 @@ class ModelDrafter:
     reads_hidden: bool = field(default=False, init=False)
     token_bytes: float = field(init=False)
     _width: int = field(init=False)
+    _ids: mx.array | None = field(default=None, init=False)
     _own: Followers[list[int]] = field(init=False)
     _pace: Pace = field(default_factory=Pace, init=False)
 
@@ -61,6 +62,8 @@ class ModelDrafter:
             raise ValueError("the draft model's state can't be cut back token by token; take one with attention alone")
         self._own = Followers(Rows(self.composition, widest=CHUNK), lambda companion: list(companion.owed))
         self.token_bytes, self._width = self._measured()
+        if self._width < self.vocab_size:
+            self._ids = token_list(range(self._width), self.vocab_size)
 
     def __repr__(self) -> str:
         return f"ModelDrafter({self.name}, {self._own.rows})"
@@ -86,7 +89,7 @@ class ModelDrafter:
         began = time.perf_counter()
         inputs = {row.key: [*self._own.owed[row.key], row.pending] for row in ready}
         last = self._feed(inputs, {key: len(tokens) for key, tokens in inputs.items()})
-        samplers = Samplers([row.sampler.supposing(())[0] for row in ready])
+        samplers = Samplers([row.sampler.supposing(())[0] for row in ready], self._ids)
         drafts: list[mx.array] = []
         for step in range(depth):
             if step:
@@ -148,10 +151,8 @@ class ModelDrafter:
         return {key: hidden[i : i + 1, n - 1 : n] for key, (i, n) in ends.items()}
 
     def _logits(self, hidden: mx.array) -> mx.array:
-        """[B, vocab_size] of hidden states [B, 1, D]."""
-        logits = self.forward.head(hidden)[:, -1, : self.vocab_size]
-        lacking = self.vocab_size - self._width
-        return mx.pad(logits, [(0, 0), (0, lacking)], constant_values=mx.array(-mx.inf)) if lacking > 0 else logits
+        """Of the tokens that both vocabularies have, [B, K], of hidden states [B, 1, D]."""
+        return self.forward.head(hidden)[:, -1, : self.vocab_size]
 
     def _measured(self) -> tuple[float, int]:
         """Bytes per token, of a row that has read one; and the width of the logits."""

@@ -26,17 +26,31 @@ READ_OF_PROMPT: Final = 256
 
 
 class Selection(Enum):
-    """How a drafter's tokens are drawn."""
+    """How a drafter's tokens are drawn. One that scores a list of tokens draws of these: see `token_list`."""
 
     REQUEST = "request"
     """By the row's own rules, with the noise of the draw that each stands for."""
     LIKELIEST = "likeliest"
 
     def draw(self, logits: mx.array, samplers: Samplers) -> mx.array:
-        """A token for each row of logits [B, V]: uint32 [B], lazy."""
+        """A token for each row of logits, [B, V] or as wide as the samplers' list: uint32 [B], lazy."""
         if self is Selection.LIKELIEST:
-            return mx.argmax(logits, axis=-1).astype(mx.uint32)
+            return samplers.named(mx.argmax(logits, axis=-1))
         return samplers.draw(logits).tokens
+
+
+def token_list(ids: Sequence[int], vocab_size: int) -> mx.array:
+    """The tokens that a drafter scores, uint32 [K], as `Samplers` takes them.
+
+    Raises:
+        ValueError: there are none, some stand there twice, or some are outside the target's vocabulary.
+    """
+    if not ids or len(set(ids)) < len(ids) or not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(
+            f"the list of {len(ids)} tokens that are scored for drafts must name at least one, each once, "
+            f"from 0 to {vocab_size - 1}"
+        )
+    return mx.array(list(ids), dtype=mx.uint32)
 
 
 @dataclass(frozen=True, slots=True)

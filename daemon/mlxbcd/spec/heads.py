@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlxbcd.model.forward import Forward
 from mlxbcd.model.heads import Head, embedding
 from mlxbcd.sampling.sampler import Samplers
-from mlxbcd.spec.drafter import READ_OF_PROMPT, Asked, Companion, Covered, Selection
+from mlxbcd.spec.drafter import READ_OF_PROMPT, Asked, Companion, Covered, Selection, token_list
 from mlxbcd.spec.followers import Followers, FollowersChange
 from mlxbcd.spec.pace import Pace
 from mlxbcd.state.composition import of_keys_and_values
@@ -51,19 +51,33 @@ class _Owed:
 
 @dataclass(slots=True)
 class HeadDrafter:
-    """Drafts with a head of the target's own checkpoint."""
+    """Drafts with a head of the target's own checkpoint.
+
+    Args:
+        selection: how tokens of a draft are drawn.
+        listed: the tokens that the head's own output layer scores, if it has one.
+
+    Raises:
+        ValueError: the list is not that of the head, or not one of the vocabulary.
+    """
 
     forward: Forward
     head: Head
     vocab_size: int
     name: str = "mtp"
     selection: Selection = Selection.REQUEST
+    listed: Sequence[int] = ()
     reads_hidden: bool = field(default=True, init=False)
     _own: Followers[_Owed] = field(init=False)
     _pace: Pace = field(default_factory=Pace, init=False)
     _token_bytes: float = field(default=0.0, init=False)
+    _ids: mx.array | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        if len(self.listed) != self.head.scores:
+            raise ValueError(f"the head scores {self.head.scores} listed tokens, and the list names {len(self.listed)}")
+        if self.listed:
+            self._ids = token_list(self.listed, self.vocab_size)
         self._own = Followers(Rows(of_keys_and_values(1), widest=READ_OF_PROMPT), _Owed.of)
 
     def __repr__(self) -> str:
@@ -101,15 +115,14 @@ class HeadDrafter:
             hidden[row.key] = mx.concatenate(owed.hidden, axis=1)
             tokens[row.key] = mx.array([[*owed.tokens[1:], row.pending]], dtype=mx.int32)
             self._own.owed[row.key] = _Owed()
-        samplers = Samplers([row.sampler.supposing(())[0] for row in ready])
+        samplers = Samplers([row.sampler.supposing(())[0] for row in ready], self._ids)
         drafts: list[mx.array] = []
         for step in range(depth):
             if step:
                 tokens = {row.key: drafts[-1][i : i + 1, None] for i, row in enumerate(ready)}
             hidden = self._feed(hidden, tokens)
             last = mx.concatenate([hidden[row.key] for row in ready])
-            logits = self.forward.head(last)[:, -1, : self.vocab_size]
-            drafts.append(self.selection.draw(logits, samplers))
+            drafts.append(self.selection.draw(self._logits(last), samplers))
         read = cast("list[list[int]]", mx.stack(drafts, axis=1).tolist())
         proposals = {row.key: own for row, own in zip(ready, read, strict=True)}
         for row in ready:
@@ -133,6 +146,12 @@ class HeadDrafter:
     def discard(self) -> None:
         """See `Drafter.discard`."""
         self._own.discard()
+
+    def _logits(self, hidden: mx.array) -> mx.array:
+        """Of the tokens that are scored, [B, V] or [B, K], of the head's answers [B, 1, D]."""
+        if self._ids is not None:
+            return cast(mx.array, self.head.output(hidden))[:, -1]
+        return self.forward.head(hidden)[:, -1, : self.vocab_size]
 
     def _feed(self, hidden: Mapping[Key, mx.array], tokens: Mapping[Key, mx.array]) -> dict[Key, mx.array]:
         """Let the head read entries: hidden states [1, n, D] and tokens [1, n] of some rows.
