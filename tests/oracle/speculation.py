@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Row
 from mlxbcd.methods.events import Drawn, Event, Failed, Speculated
-from mlxbcd.methods.speculative import WIDEST, Speculation, SpeculativeGroup
+from mlxbcd.methods.proposing import Speculation
+from mlxbcd.methods.speculative import WIDEST, SpeculativeGroup
 from mlxbcd.methods.step import RoundBuilder
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.plan.request import Request, Sampling

@@ -9,7 +9,8 @@ import pytest
 
 from mlxbcd.methods.autoregressive import Ahead, Row
 from mlxbcd.methods.events import Speculated
-from mlxbcd.methods.speculative import WIDEST, Speculation, SpeculativeGroup
+from mlxbcd.methods.proposing import Speculation
+from mlxbcd.methods.speculative import WIDEST, SpeculativeGroup
 from mlxbcd.model import zoo
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.plan.request import Request

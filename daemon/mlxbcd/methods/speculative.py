@@ -5,7 +5,7 @@ it, one forward reads all windows, and each row takes its own samples up to the 
 are those of plain decoding whatever is proposed, and only how many forwards they take differs. Windows are padded to
 the widest with the row's own pending token; padding is never sampled, and taken back with whatever was wrong.
 
-Proposals are *echoed spans* of text that the row seems to copy (`spec.echo`), else *drafts* of the group's drafter.
+What is proposed is `methods.proposing`'s: spans that are known, else *drafts* of the group's drafter.
 Where neither promises anything a step is plain and built ahead as ever. What is in flight then has to be read before
 a round, which costs the host's head start: that is done where the sample in flight is likely to confirm a span.
 """
@@ -14,87 +14,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import mlx.core as mx
 
 from mlxbcd.methods.autoregressive import Ahead, DecodeGroup, Flight, Row
 from mlxbcd.methods.events import Drawn, Emit, Event, Round, Speculated
+from mlxbcd.methods.proposing import Proposer, Speculation, Window
 from mlxbcd.methods.step import EagerSteps, HiddenSteps, RoundBuilder, StepBuilder
 from mlxbcd.model.forward import Forward
-from mlxbcd.sampling.sampler import RowSampler, Sample, sample
+from mlxbcd.sampling.sampler import Sample, sample
 from mlxbcd.spec.accept import Accepted, accept
 from mlxbcd.spec.costs import VerifyCosts
-from mlxbcd.spec.depth import Depth, best_depth, worth_waiting
-from mlxbcd.spec.drafter import LOOKUP, Asked, Companion, Covered, Drafter
-from mlxbcd.spec.echo import BELIEVED, PLACES, Echo, Origin
-from mlxbcd.spec.forcing import Forcing
-from mlxbcd.spec.rates import Rates
+from mlxbcd.spec.depth import Depth
+from mlxbcd.spec.drafter import Companion, Covered, Drafter
+from mlxbcd.spec.echo import Origin
 from mlxbcd.spec.statistics import Counts, Statistics
 from mlxbcd.state.geometry import Key
 from mlxbcd.state.rows import COLD, Joiner, Rows, commit
 
 WIDEST: Final = 32
 """Tokens of the widest window: wider ones are hardly faster per token, and a sliding window's ring has to hold them."""
-
-_KEEPS: Final = 0.9
-_WEIGHT: Final = 4.0
-_LEARNS: Final = 0.998
-_FIRMNESS: Final = 12.0
-"""How fast a row's rates and those of its kind of request forget, and how many observations each one's prior counts."""
-
-_FIXED: Final = 4
-"""Proposals of an echoed span while nobody knows what verifying costs."""
-
-
-@dataclass(slots=True)
-class Speculation:
-    """What the group keeps of a row.
-
-    Attributes:
-        echo: what the row may be copying; None where it must not.
-        drafts: the drafter may propose for it.
-        forcing: its grammar proposes, if it has one.
-    """
-
-    echo: Echo | None = None
-    drafts: bool = False
-    forcing: Forcing | None = None
-    statistics: Statistics = field(default_factory=Statistics)
-
-
-@dataclass(slots=True)
-class _Span:
-    """What is known of a row's next tokens without drafting.
-
-    Attributes:
-        chances: of each token.
-        forced: they are the grammar's; else they are echoed.
-    """
-
-    tokens: Sequence[int] = ()
-    chances: Sequence[float] = ()
-    forced: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """A row's part of a round.
-
-    Attributes:
-        origin: whose span the proposals are; None if the drafter's, or if there are none.
-        forced: they are the grammar's.
-        samplers: of each position.
-    """
-
-    row: Row
-    proposals: Sequence[int]
-    origin: Origin | None
-    forced: bool
-    samplers: Sequence[RowSampler]
 
 
 class SpeculativeGroup(DecodeGroup):
@@ -123,14 +64,13 @@ class SpeculativeGroup(DecodeGroup):
     ) -> None:
         self._hidden_steps = HiddenSteps(forward) if drafter is not None and drafter.reads_hidden else None
         super().__init__(forward, state, ahead, self._hidden_steps or steps, ended)
-        assert (drafter is None) == (depth is None)
         self._forward = forward
         self._round_steps: RoundBuilder = rounds or EagerSteps(forward)
         self._costs = costs
         self._drafter = drafter
         self._depth = depth
         self._speculations: dict[Key, Speculation] = {}
-        self._beliefs: dict[str, dict[Origin, Rates]] = {}
+        self._proposer = Proposer(self._speculations, costs, drafter, depth)
 
     def __repr__(self) -> str:
         drafter = "no drafter" if self._drafter is None else self._drafter.name
@@ -168,20 +108,20 @@ class SpeculativeGroup(DecodeGroup):
             commit(change, *follows.prepared)
             follows.commit()
         self._rows[row.key] = row
-        self._speculations[row.key] = speculation or self._speculation(row)
+        self._speculations[row.key] = speculation or self._proposer.speculation(row)
         if self._depth is not None:
             self._depth.renew()
 
     def step(self, emit: Emit, shared: StepBuilder | None = None, *, within: float = math.inf) -> None:
         """One round, or one plain step. A round's forward is its own: see `DecodeGroup.step` for `shared`."""
-        most = self._widest(within) if self._rows else 0
-        depth = self._due(most)
-        if self._flight is not None and (depth > 0 or self._waits(most)):
+        proposer, most = self._proposer, self._widest(within) if self._rows else 0
+        depth = proposer.due(self._rows, most)
+        if self._flight is not None and (depth > 0 or proposer.waits(self._rows, most)):
             self.settle(emit)
         if self._flight is None:
             if any(row.ended for row in self._rows.values()):
                 self.settle(emit)
-            if self._rows and (windows := self._windows(self._widest(within), depth)):
+            if self._rows and (windows := proposer.windows(self._rows, self._widest(within), depth)):
                 self._round(windows, emit)
                 return
         super().step(emit, shared if self._hidden_steps is None else None)
@@ -196,140 +136,15 @@ class SpeculativeGroup(DecodeGroup):
         """What speculation has done for a row."""
         return self._speculations[key].statistics.copy()
 
-    def _speculation(self, row: Row) -> Speculation:
-        request = row.request
-        if row.sampler.constraint is not None and request.proposes:
-            return Speculation(forcing=Forcing())
-        if not request.drafts and not request.echo:
-            return Speculation()
-        beliefs = self._beliefs.setdefault(request.kind, {origin: _belief() for origin in Origin})
-        rates = {origin: Rates(PLACES, belief, keeps=_KEEPS, weight=_WEIGHT) for origin, belief in beliefs.items()}
-        own = LOOKUP in request.drafts
-        echo = Echo(row.sequence, request.echo, rates=rates, own=own) if own or request.echo else None
-        return Speculation(echo, drafts=self._drafter is not None and self._drafter.name in request.drafts)
-
-    # -- proposals
-
-    def _room(self, row: Row) -> int:
-        """Proposals that a row can use: its last token never needs one."""
-        return row.request.max_tokens - row.drawn - 1
-
     def _widest(self, within: float) -> int:
         """Proposals that any window may have now, in a round that takes no longer than `within` seconds."""
         state = self._state
         assert isinstance(state, Rows)
-        most = min(WIDEST, state.widest, state.unconverted()) - 1
-        if math.isinf(within):
-            return most
-        if not self._costs.known:
-            return 0
-        while most > 0 and self._costs.round(len(self._rows), most + 1) > within:
-            most -= 1
-        return most
-
-    def _waits(self, most: int) -> bool:
-        """Whether the sample in flight is likely enough to confirm a span, or to settle what a grammar forces, that is
-        worth verifying.
-
-        Args:
-            most: proposals of any window.
-        """
-        if not self._costs.known or most < 1:
-            return False
-        chances: list[Sequence[float]] = []
-        for key, row in self._rows.items():
-            speculation = self._speculations[key]
-            n = min(most, self._room(row) - 1) + 1
-            if n < 2 or row.ended:
-                chances.append([])
-            elif speculation.forcing is not None:
-                chances.append(speculation.forcing.expected(n - 1))
-            else:
-                echo = speculation.echo
-                chances.append(echo.chances(len(echo.propose(n))) if echo is not None else [])
-        return any(chances) and worth_waiting(chances, self._costs)
-
-    def _due(self, most: int) -> int:
-        """How deep the drafter should draft in this step.
-
-        Args:
-            most: proposals of any window.
-        """
-        if self._depth is None:
-            return 0
-        rows = [row for key, row in self._rows.items() if self._speculations[key].drafts and not row.ended]
-        room = min(max(map(self._room, rows), default=0), most)
-        return self._depth.next(room, [row.key for row in rows]) if room > 0 else 0
-
-    def _windows(self, most: int, depth: int) -> list[_Window]:
-        """The rows' windows, in any order; nothing if a plain step is as good.
-
-        Args:
-            most: proposals of any window.
-            depth: of drafts.
-        """
-        if most < 1:
-            return []
-        spans = self._spans(most)
-        drafts = self._drafts(min(depth, most), spans)
-        if not any(span.tokens for span in spans.values()) and not any(drafts.values()):
-            return []
-        windows = []
-        for key, row in self._rows.items():
-            span, echo = spans[key], self._speculations[key].echo
-            proposals = _until(row.request.eos, span.tokens or drafts.get(key, []))
-            origin = echo.origin if echo is not None and span.tokens and not span.forced else None
-            samplers = row.sampler.supposing(proposals)
-            windows.append(_Window(row, proposals[: len(samplers) - 1], origin, span.forced, samplers))
-        return windows if any(window.proposals for window in windows) else []
-
-    def _spans(self, most: int) -> dict[Key, _Span]:
-        """Each row's span, cut to the depth that pays for all."""
-        spans = {key: self._span(row, min(most, self._room(row))) for key, row in self._rows.items()}
-        chances = [span.chances for span in spans.values()]
-        if self._costs.known:
-            depth = best_depth(chances, self._costs)
-        else:
-            depth = _FIXED if any(each and each[0] > 0.8 for each in chances) else 0
-        for span in spans.values():
-            span.tokens = span.tokens[:depth]
-        return spans
-
-    def _span(self, row: Row, most: int) -> _Span:
-        """What is known to follow a row's newest token, at most so many tokens of it."""
-        speculation, constraint = self._speculations[row.key], row.sampler.constraint
-        if speculation.forcing is not None and constraint is not None:
-            forced = constraint.forced()
-            speculation.forcing.saw(len(forced))
-            forced = forced[: max(most, 0)]
-            return _Span(forced, speculation.forcing.chances(len(forced)), forced=True)
-        if speculation.echo is None:
-            return _Span()
-        tokens = speculation.echo.propose(most)
-        return _Span(tokens, speculation.echo.chances(len(tokens)))
-
-    def _drafts(self, depth: int, spans: Mapping[Key, _Span]) -> dict[Key, list[int]]:
-        """What the drafter proposes for the rows without a span."""
-        if self._drafter is None or depth < 1:
-            return {}
-        asked = [
-            Asked(key, row.pending, row.sampler, min(room, depth))
-            for key, row in self._rows.items()
-            if self._speculations[key].drafts and not spans[key].tokens and (room := self._room(row)) > 0
-        ]
-        if not asked:
-            return {}
-        depth = min(depth, max(row.most for row in asked))
-        began = time.perf_counter()
-        drafts = self._drafter.draft(asked, depth)
-        seconds = time.perf_counter() - began
-        for row in asked:
-            self._speculations[row.key].statistics.draft_s += seconds
-        return {row.key: draft[: row.most] for row, draft in zip(asked, drafts, strict=True)}
+        return self._proposer.widest(len(self._rows), min(WIDEST, state.widest, state.unconverted()) - 1, within)
 
     # -- a round
 
-    def _round(self, windows: Sequence[_Window], emit: Emit) -> None:
+    def _round(self, windows: Sequence[Window], emit: Emit) -> None:
         """Verify windows: one forward, and each row's samples up to the first that was not proposed."""
         state = self._state
         assert isinstance(state, Rows)
@@ -360,7 +175,7 @@ class SpeculativeGroup(DecodeGroup):
             self._drafter.commit(covered, hidden if self._drafter.reads_hidden else None)
         self._drop([window.row.key for window in ordered if window.row.ended])
 
-    def _logits(self, hidden: mx.array, windows: Sequence[_Window], width: int) -> mx.array:
+    def _logits(self, hidden: mx.array, windows: Sequence[Window], width: int) -> mx.array:
         """Logits [N, V] of all windows' positions, those of padding left out."""
         flat = hidden.reshape(-1, 1, hidden.shape[-1])
         lengths = [len(window.samplers) for window in windows]
@@ -369,7 +184,7 @@ class SpeculativeGroup(DecodeGroup):
             flat = flat[mx.array(index, dtype=mx.int32)]
         return self._forward.head(flat)[:, 0]
 
-    def _take(self, window: _Window, samples: Sequence[Sample], seconds: float, events: list[Event]) -> Accepted:
+    def _take(self, window: Window, samples: Sequence[Sample], seconds: float, events: list[Event]) -> Accepted:
         """Let a row take its samples; which of them it took."""
         row, speculation = window.row, self._speculations[window.row.key]
 
@@ -454,22 +269,12 @@ class SpeculativeGroup(DecodeGroup):
                 speculation.echo.observe(event.sample.token)
 
 
-def _belief() -> Rates:
-    """What is believed of the spans of one kind of request, learnt from all that have run."""
-    return Rates(PLACES, BELIEVED, keeps=_LEARNS, weight=_FIRMNESS)
-
-
 def _known(row: Row, hidden: mx.array | None) -> Companion:
     """What a drafter is given of a row that joins: its text, and perhaps the hidden states of the end of it."""
     return Companion(COLD, row.sequence[:-1], hidden)
 
 
-def _until(ends: frozenset[int], proposals: Sequence[int]) -> list[int]:
-    """The proposals before the first one that would end the row: behind it nothing is drawn."""
-    return list(takewhile(lambda token: token not in ends, proposals))
-
-
-def _padded(window: _Window, width: int) -> list[int]:
+def _padded(window: Window, width: int) -> list[int]:
     pending = window.row.pending
     return [pending, *window.proposals, *[pending] * (width - 1 - len(window.proposals))]
 
