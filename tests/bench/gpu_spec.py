@@ -51,6 +51,7 @@ class Script:
     model: Model
     name: str = _NAME
     reads_hidden: bool = False
+    taps: Sequence[int] = ()
     nbytes: int = 0
     prepared: Sequence[PreparedChange] = ()
     _dice: random.Random = field(default_factory=lambda: random.Random(0))

@@ -31,6 +31,7 @@ class Guesses:
     asked: int = 0
     name: str = "guesses"
     reads_hidden: bool = False
+    taps: Sequence[int] = ()
     nbytes: int = 0
     token_bytes: float = 0.0
 

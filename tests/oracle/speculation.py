@@ -15,6 +15,7 @@ from mlxbcd.methods.proposing import Speculation
 from mlxbcd.methods.speculative import WIDEST, SpeculativeGroup
 from mlxbcd.methods.step import RoundBuilder
 from mlxbcd.model.forward import Forward, Group
+from mlxbcd.model.taps import Taps
 from mlxbcd.plan.request import Request, Sampling
 from mlxbcd.sampling.sampler import RowSampler, sample
 from mlxbcd.spec.costs import VerifyCosts
@@ -121,14 +122,14 @@ class Play:
         row = Row(key, request, sampler, drawn=len(request.forced))
         rows = Rows(composition, widest=CHUNK)
         commit(rows.prepare(join=[Joiner(key, COLD, len(tokens))]))
-        states = []
+        taps, states = self.group.taps or Taps(forward), []
         for at in range(0, len(tokens), CHUNK):
             turn = rows.begin(min(CHUNK, len(tokens) - at))
-            (hidden,) = forward.run([Group(mx.array([tokens[at : at + CHUNK]], dtype=mx.int32), turn.caches)])
-            mx.eval(turn.arrays(), hidden)
+            (tapped,) = taps.run([Group(mx.array([tokens[at : at + CHUNK]], dtype=mx.int32), turn.caches)])
+            mx.eval(turn.arrays(), tapped)
             turn.resolve()
-            states.append(hidden)
-        (first,) = sample(forward.head(hidden[:, -1:])[:, -1], [row.sampler]).read()
+            states.append(tapped.read)
+        (first,) = sample(forward.head(tapped.hidden[:, -1:])[:, -1], [row.sampler]).read()
         self.events.append(row.take(first))
         if row.ended:
             return

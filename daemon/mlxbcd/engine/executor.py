@@ -22,6 +22,7 @@ from mlxbcd.methods.speculative import WIDEST, SpeculativeGroup
 from mlxbcd.methods.step import RoundBuilder, StepBuilder
 from mlxbcd.model.forward import Forward, Group
 from mlxbcd.model.packed import Packer
+from mlxbcd.model.taps import Tapped
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Draw, RowSampler, Sample, sample
 from mlxbcd.spec.costs import VerifyCosts
@@ -47,7 +48,7 @@ class Preparing:
         position: how many of them are processed. With all of them the first sample is out, and the row joins before
             the next decode step.
         planned: the position is a planned end.
-        hidden: final hidden states of its last tokens, [1, n, D], for a drafter that reads them.
+        hidden: hidden states of its last tokens, [1, n, D], for a drafter that reads them; see `Tapped.read`.
         settled: the last planned end.
     """
 
@@ -103,7 +104,8 @@ class Executor:
         rounds: builds the forwards of rounds; eagerly if there is nothing.
         reuse: what rows take from the prefix cache and leave in it.
         verify: what windows of proposals cost; None decodes without any.
-        drafter: proposes besides prompt lookup; needs `verify`.
+        drafter: proposes besides prompt lookup; needs `verify`. `Untappable` is raised if it reads what the model
+            doesn't show.
         packer: runs a decode step and a piece as one forward; None where that can't be done.
     """
 
@@ -301,12 +303,8 @@ class Executor:
         advances: list[_Advance] = []
         computing = False
         try:
-            hiddens = step.take() if step is not None else None
-            if hiddens is None:
-                together = self.packer if self.packer is not None and len(offers) > 1 else self.forward
-                hiddens = together.run([offered.group for offered in offers])
-            for offered, hidden in zip(offers, hiddens, strict=True):
-                self._advance(offered, hidden, advances, emit)
+            for offered, tapped in zip(offers, self._hidden(offers, step), strict=True):
+                self._advance(offered, tapped, advances, emit)
             failure = self._guard(self._group.wait, emit)
             if packed and failure is not None:
                 for advance in advances:
@@ -335,7 +333,17 @@ class Executor:
             return None
         return PieceCost.of(parts, seconds)
 
-    def _advance(self, offered: Offered, hidden: mx.array, advances: list[_Advance], emit: Emit) -> None:
+    def _hidden(self, offers: Sequence[Offered], step: PackedStep | None) -> list[Tapped]:
+        """The hidden states of offered pieces, of a forward that a step has brought along or of their own."""
+        hiddens = step.take() if step is not None else None
+        taps, groups = self._group.taps, [offered.group for offered in offers]
+        if hiddens is None and taps is not None and taps.layers:
+            return taps.run(groups)
+        if hiddens is None:
+            hiddens = (self.packer if self.packer is not None and len(offers) > 1 else self.forward).run(groups)
+        return [Tapped(hidden, hidden) for hidden in hiddens]
+
+    def _advance(self, offered: Offered, tapped: Tapped, advances: list[_Advance], emit: Emit) -> None:
         """Build what a piece's graph still lacks beside its forward: the first sample if it ends the prompt. One that
         fails is given up."""
         preparing, piece, turn = offered.preparing, offered.piece, offered.turn
@@ -343,15 +351,15 @@ class Executor:
         try:
             draw = None
             if end == len(preparing.tokens):
-                logits = self.forward.head(hidden[:, -1:])[:, -1]
+                logits = self.forward.head(tapped.hidden[:, -1:])[:, -1]
                 rows = preparing.rows
                 if len(rows) > 1:
                     logits = mx.repeat(logits, len(rows), axis=0)
                 draw = sample(logits, [row.sampler for row in rows])
             written = turn.arrays()
             turn.resolve()
-            if self._group.reads_hidden:
-                known = [hidden] if preparing.hidden is None else [preparing.hidden, hidden]
+            if self._group.taps is not None:
+                known = [tapped.read] if preparing.hidden is None else [preparing.hidden, tapped.read]
                 preparing.hidden = mx.contiguous(mx.concatenate(known, axis=1)[:, -READ_OF_PROMPT:])
                 written = [*written, preparing.hidden]
         except Exception as error:

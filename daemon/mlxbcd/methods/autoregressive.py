@@ -27,6 +27,7 @@ from mlxbcd.errors import ServeError
 from mlxbcd.methods.events import Drawn, Emit, End, Event, Failed, Round
 from mlxbcd.methods.step import EagerSteps, StepBuilder
 from mlxbcd.model.forward import Forward
+from mlxbcd.model.taps import Taps
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Draw, RowSampler, Sample, Samplers
 from mlxbcd.state.alone import AloneRow
@@ -118,7 +119,7 @@ class Flight:
         timed: its time has been taken.
         shared: its forward was another group's too, so its time says nothing about a step.
         read: the rows have taken their samples.
-        hidden: the rows' final hidden states, [B, 1, D], where somebody reads them.
+        hidden: the rows' hidden states, [B, 1, D], where somebody reads them; see `Tapped.read`.
     """
 
     rows: tuple[Row, ...]
@@ -194,9 +195,9 @@ class DecodeGroup:
         return self._state.nbytes if self._state is not None else 0
 
     @property
-    def reads_hidden(self) -> bool:
-        """Whether `join` wants the final hidden states at the end of a row's prompt."""
-        return False
+    def taps(self) -> Taps | None:
+        """How to get the hidden states at the end of a row's prompt, if `join` wants them."""
+        return None
 
     def join(self, row: Row, joiner: Joiner, *, hidden: mx.array | None = None) -> None:
         """Take in a row whose prompt is processed and whose first sample is its pending token. Settle before.
@@ -204,7 +205,7 @@ class DecodeGroup:
         A failure leaves the running rows as they were.
 
         Args:
-            hidden: of its last tokens, [1, n, D], if the group `reads_hidden`.
+            hidden: of its last tokens, [1, n, D], as `Tapped.read`, if the group has `taps`.
         """
         assert isinstance(self._state, Rows)
         assert self._flight is None

@@ -24,6 +24,7 @@ from mlxbcd.methods.events import Drawn, Emit, Event, Round, Speculated
 from mlxbcd.methods.proposing import Proposer, Speculation, Window
 from mlxbcd.methods.step import EagerSteps, HiddenSteps, RoundBuilder, StepBuilder
 from mlxbcd.model.forward import Forward
+from mlxbcd.model.taps import Taps
 from mlxbcd.sampling.sampler import Sample, sample
 from mlxbcd.spec.accept import Accepted, accept
 from mlxbcd.spec.costs import VerifyCosts
@@ -47,6 +48,9 @@ class SpeculativeGroup(DecodeGroup):
         costs: of verifying; shared by all groups of the model, and refined by each.
         drafter: None leaves it at echoed spans.
         depth: how deep the drafter drafts; needed with one.
+
+    Raises:
+        Untappable: the drafter reads what this model doesn't show.
     """
 
     def __init__(
@@ -62,10 +66,13 @@ class SpeculativeGroup(DecodeGroup):
         drafter: Drafter | None = None,
         depth: Depth | None = None,
     ) -> None:
-        self._hidden_steps = HiddenSteps(forward) if drafter is not None and drafter.reads_hidden else None
+        self._taps = Taps(forward, drafter.taps) if drafter is not None and drafter.reads_hidden else None
+        self._hidden_steps = HiddenSteps(forward, self._taps) if self._taps is not None else None
         super().__init__(forward, state, ahead, self._hidden_steps or steps, ended)
         self._forward = forward
-        self._round_steps: RoundBuilder = rounds or EagerSteps(forward)
+        # What layers answer can't be had from a traced function.
+        tapped = self._hidden_steps if self._taps is not None and self._taps.layers else None
+        self._round_steps: RoundBuilder = tapped or rounds or EagerSteps(forward)
         self._costs = costs
         self._drafter = drafter
         self._depth = depth
@@ -77,8 +84,8 @@ class SpeculativeGroup(DecodeGroup):
         return f"SpeculativeGroup({list(self._rows)}, {drafter}, {'in flight' if self._flight else 'settled'})"
 
     @property
-    def reads_hidden(self) -> bool:
-        return self._hidden_steps is not None
+    def taps(self) -> Taps | None:
+        return self._taps
 
     @property
     def nbytes(self) -> int:
@@ -172,7 +179,10 @@ class SpeculativeGroup(DecodeGroup):
         drafted, accepted = sum(len(one.proposals) for one in ordered), sum(one.accepted for one in verdicts)
         self._rounds.append(Round(len(ordered), seconds, width, drafted, accepted))
         if self._drafter is not None:
-            self._drafter.commit(covered, hidden if self._drafter.reads_hidden else None)
+            read = hidden if self._taps is not None else None
+            if self._hidden_steps is self._round_steps:
+                read = self._hidden_steps.take()
+            self._drafter.commit(covered, read)
         self._drop([window.row.key for window in ordered if window.row.ended])
 
     def _logits(self, hidden: mx.array, windows: Sequence[Window], width: int) -> mx.array:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from mlxbcd.model.forward import Forward, Group
+from mlxbcd.model.taps import Taps
 from mlxbcd.sampling.sampler import Draw, Samplers
 from mlxbcd.state.alone import AloneTurn
 from mlxbcd.state.rows import Turn
@@ -55,21 +57,26 @@ class RoundBuilder(Protocol):
 
 
 class HiddenSteps:
-    """Builds every step anew, and keeps the final hidden states of the newest one for whoever takes them."""
+    """Builds every step and round anew, and keeps what a drafter reads of the newest one for whoever takes it.
 
-    def __init__(self, forward: Forward) -> None:
+    Args:
+        taps: what that is.
+    """
+
+    def __init__(self, forward: Forward, taps: Taps) -> None:
         self._forward = forward
-        self._hidden: mx.array | None = None
+        self._taps = taps
+        self._read: mx.array | None = None
         self.off = Off.HIDDEN
 
     def __repr__(self) -> str:
-        return "HiddenSteps()"
+        return f"HiddenSteps({self._taps})"
 
     def take(self) -> mx.array:
-        """Hidden states [B, 1, D] of the step built last."""
-        hidden, self._hidden = self._hidden, None
-        assert hidden is not None
-        return hidden
+        """Hidden states [B, N, D] of the forward built last, as `Tapped.read`."""
+        read, self._read = self._read, None
+        assert read is not None
+        return read
 
     def build(self, turn: Turn | AloneTurn, ids: mx.array, samplers: Samplers) -> Draw:
         """See `StepBuilder.build`."""
@@ -77,8 +84,17 @@ class HiddenSteps:
 
     def logits(self, turn: Turn | AloneTurn, ids: mx.array) -> mx.array:
         """See `StepBuilder.logits`."""
-        (self._hidden,) = self._forward.run([Group(ids[:, None], turn.caches)])
-        return self._forward.head(self._hidden)[:, -1]
+        return self._forward.head(self._run(ids[:, None], turn.caches))[:, -1]
+
+    def hidden(self, turn: Turn, ids: mx.array) -> mx.array:
+        """See `RoundBuilder.hidden`."""
+        with turn.forward() as caches:
+            return self._run(ids, caches)
+
+    def _run(self, ids: mx.array, caches: Sequence[Any]) -> mx.array:
+        (tapped,) = self._taps.run([Group(ids, caches)])
+        self._read = tapped.read
+        return tapped.hidden
 
 
 class EagerSteps:

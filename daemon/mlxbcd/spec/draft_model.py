@@ -49,6 +49,7 @@ class ModelDrafter:
     name: str = "model"
     selection: Selection = Selection.REQUEST
     reads_hidden: bool = field(default=False, init=False)
+    taps: Sequence[int] = field(default=(), init=False)
     token_bytes: float = field(init=False)
     _width: int = field(init=False)
     _ids: mx.array | None = field(default=None, init=False)

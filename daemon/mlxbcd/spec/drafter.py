@@ -84,7 +84,8 @@ class Companion:
     Attributes:
         state: what it has processed.
         owed: tokens behind those that the target has processed and it has not.
-        hidden: the target's hidden states for these, [1, n, D], for a drafter that reads them.
+        hidden: the target's hidden states for the last n of these, [1, n, D], for a drafter that reads them; see
+            `Drafter.commit` for their width.
     """
 
     state: RowState
@@ -115,7 +116,8 @@ class Drafter(Protocol):
 
     Attributes:
         name: what requests call it.
-        reads_hidden: it wants the target's final hidden states of all tokens that are covered.
+        reads_hidden: it wants the target's hidden states of all tokens that are covered.
+        taps: the layers of the target whose hidden states these are, side by side; the final ones without any.
     """
 
     @property
@@ -123,6 +125,9 @@ class Drafter(Protocol):
 
     @property
     def reads_hidden(self) -> bool: ...
+
+    @property
+    def taps(self) -> Sequence[int]: ...
 
     @property
     def nbytes(self) -> int:
@@ -151,8 +156,8 @@ class Drafter(Protocol):
 
         Args:
             covered: of every row, tokens processed since the last commit.
-            hidden: [B, N, D] of these tokens, rows in the same order, each from position 0 on; None where the drafter
-                does not read it.
+            hidden: [B, N, D] of these tokens, or [B, N, taps · D], rows in the same order, each from position 0 on;
+                None where the drafter does not read it.
         """
         ...
 

@@ -68,6 +68,7 @@ class HeadDrafter:
     selection: Selection = Selection.REQUEST
     listed: Sequence[int] = ()
     reads_hidden: bool = field(default=True, init=False)
+    taps: Sequence[int] = field(default=(), init=False)
     _own: Followers[_Owed] = field(init=False)
     _pace: Pace = field(default_factory=Pace, init=False)
     _token_bytes: float = field(default=0.0, init=False)
