@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -158,6 +159,27 @@ async def test_without_a_daemon_it_says_so_once_and_finds_it_later(scripted: Scr
             # The daemon went in the middle of it.
             assert await suggestion == []
         assert len(client.told) == 1
+
+
+async def test_told_to_leave_it_ends_well_and_quietly() -> None:
+    messages = [
+        {"id": 1, "method": "initialize", "params": {"capabilities": {}, "processId": None, "rootUri": None}},
+        {"method": "initialized", "params": {}},
+        {"id": 2, "method": "shutdown"},
+        {"method": "exit"},
+    ]
+    bodies = [json.dumps({"jsonrpc": "2.0"} | message).encode() for message in messages]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "mlxbc", "lsp"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    sent = b"".join(b"Content-Length: %d\r\n\r\n%s" % (len(body), body) for body in bodies)
+    answers, said = await process.communicate(sent)
+    assert b'"id": 2' in answers or b'"id":2' in answers
+    assert process.returncode == 0
+    assert b"Traceback" not in said
 
 
 async def test_without_its_library_it_says_what_to_install() -> None:

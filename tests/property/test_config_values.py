@@ -61,6 +61,7 @@ def test_people_write_values_in_other_ways_too(kind: Kind[Any], text: str, value
     ("kind", "raw"),
     [
         *((kinds.size(auto=True), raw) for raw in ("8 apples", "-1", -1, 0, "0B", True, 1.5, "1e400GB", "9" * 40, [])),
+        *((kinds.size(), raw) for raw in (2**63, 10**26)),
         *((kinds.duration(), raw) for raw in ("soon", -1, True, 1e12, "99999999d", [], float("nan"))),
         *((kinds.flag(), raw) for raw in (1, "true", None)),
         *((kinds.count(0, 9), raw) for raw in (10, -1, True, "7", 7.0)),

@@ -130,6 +130,22 @@ def test_help_lists_the_commands_and_asks_nothing(path: Path) -> None:
     assert partner.said == []
 
 
+def test_a_command_that_there_is_not_asks_nothing_and_a_path_is_no_command(path: Path) -> None:
+    partner = Partner()
+    with FakeDaemon(path, partner), OnTerminal(path, "chat") as terminal:
+        terminal.see("/exit or Ctrl-D leaves")
+        terminal.see(PROMPT)
+        terminal.type("/retyr\n")
+        terminal.see("there is no /retyr")
+        terminal.see(PROMPT)
+        terminal.type("/etc/hosts\n")
+        terminal.see("answer 1")
+        terminal.see(PROMPT)
+        terminal.type("\x04")
+        assert terminal.end() == 0
+    assert partner.said == [["/etc/hosts"]]
+
+
 def test_three_quotes_make_a_message_of_several_lines(path: Path) -> None:
     partner = Partner()
     with FakeDaemon(path, partner):

@@ -26,10 +26,13 @@ def path() -> Iterator[Path]:
 class Daemon:
     """A script that keeps the request and answers it with these tokens."""
 
-    def __init__(self, *tokens: Any, unparsed: list[str] | None = None) -> None:
+    def __init__(
+        self, *tokens: Any, unparsed: list[str] | None = None, reason: wire.FinishReason | None = None
+    ) -> None:
         self.requests: list[wire.Generate] = []
         self._tokens = tokens or ({"text": "ok"},)
         self._unparsed = unparsed or []
+        self._reason = reason
 
     def __call__(self, session: Session) -> None:
         request = session.receive(wire.Generate)
@@ -37,7 +40,7 @@ class Daemon:
         end = done(request)
         changed = wire.Done(
             id=end.id,
-            reason=end.reason,
+            reason=self._reason or end.reason,
             usage=end.usage,
             timings=end.timings,
             unparsed=self._unparsed,
@@ -95,6 +98,22 @@ def test_explain_asks_about_the_same_files_and_form(path: Path, tmp_path: Path) 
     assert request.messages == [wire.Message(role="user", content="pass\n\nWhy?")]
     refused = command_line.run(path, "explain", "--schema", "a", "--grammar", "b", "Why?")
     assert (refused.returncode, b"not allowed with" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("form", [("--schema", "s.json"), ("-o", "choice", "yes"), ("-o", "regex", "[a-z]+")])
+def test_an_answer_that_was_cut_before_it_had_its_form_is_a_failure_that_is_told(
+    path: Path, tmp_path: Path, form: tuple[str, ...]
+) -> None:
+    (tmp_path / "s.json").write_text('{"type": "object"}')
+    arguments = [str(tmp_path / each) if each == "s.json" else each for each in form]
+    daemon = Daemon({"text": '{"a'}, reason="length")
+    result = run(path, daemon, "ask", *arguments, "x")
+    assert (result.returncode, result.stdout) == (1, b'{"a\n')
+    assert b"the answer has not the form that was asked for" in result.stderr
+    whole = run(path, Daemon(), "ask", *arguments, "x")
+    assert (whole.returncode, whole.stderr) == (0, b"")
+    free = run(path, Daemon(reason="length"), "ask", "x")
+    assert (free.returncode, free.stderr) == (0, b"")
 
 
 def test_options_can_say_it_too(path: Path) -> None:

@@ -120,6 +120,12 @@ def test_a_resumed_request_brings_its_tokens_within_its_budget() -> None:
     assert error.code == "bad_request"
 
 
+@pytest.mark.parametrize("stream", ["a\nERROR", "../x", "a\0", "\x1b[2J", "ab\n", "ä"])
+def test_a_stream_is_named_by_the_daemon_alone(stream: str) -> None:
+    request = wire.Generate(id=1, prompt="x", seed=1, resume=wire.Resume(stream=stream, tokens=[1]))
+    assert refusal(check, request).code == "bad_request"
+
+
 # -- before any model is known
 
 

@@ -118,7 +118,7 @@ async def test_one_of_other_weights_changes_no_token(store: Path, monkeypatch: p
     ("draft", "code", "said"),
     [
         ("strange", "load_failed", "their tokenizers differ"),
-        ("missing", "unknown_model", "missing"),
+        ("missing", "unknown_model", "models/missing' draft for one, but"),
     ],
 )
 async def test_one_that_does_not_fit_is_refused_with_what_to_do(store: Path, draft: str, code: str, said: str) -> None:

@@ -91,6 +91,13 @@ def test_the_end_of_a_name_is_enough_where_it_fits_one_model(hub: Path, models: 
     unknown("wen3-0.6B-4bit")  # ends there, but in the middle of a word
 
 
+def test_an_alias_that_leads_nowhere_is_not_told_to_lead_there(hub: Path) -> None:
+    for aliases in ({"loop": "loop"}, {"b": "a", "a": "b"}):
+        with pytest.raises(ServeError) as caught:
+            resolve(next(iter(aliases)), aliases)
+        assert not any(f"did you mean {alias}?" in caught.value.message for alias in aliases)
+
+
 def test_an_unknown_name_gets_near_ones_and_a_way_to_fetch_it(hub: Path) -> None:
     make_repository(hub, "mlx-community/Qwen3-0.6B-4bit")
     assert "did you mean mlx-community/Qwen3-0.6B-4bit?" in unknown("mlx-community/Qwen3-0.6B-8bit")

@@ -139,7 +139,8 @@ def _unknown(name: str) -> int:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        # A language server closes the streams that it was given, once it is told to leave.
+        if stream is not None and not stream.closed:
             stream.flush()
 
 

@@ -15,6 +15,9 @@ from mlxbc.cli.text import ARGUMENT_HELP, add_files
 from mlxbc.client import Client
 from mlxbc.result import Result
 
+_FORMS = ("schema", "grammar", "regex", "choice")
+"""Fields that say which form an answer has."""
+
 _EPILOG = f"""\
 The text is what standard input holds, unless that is a terminal, then the files
 of -f, then the arguments. An argument of - reads standard input even from a
@@ -29,7 +32,8 @@ is a terminal.
 
 Without -o max_tokens N an answer is at most 2048 tokens long; on a terminal a
 note says when it was cut there, and --json always gives the reason. One that
--o deadline_ms N has cut exits with 124.
+-o deadline_ms N has cut exits with 124, one that was cut before it has the form
+that was asked for with 1.
 
 -x prints the answer's first block of code and fails if there is none; --code
 also asks the model for nothing else. --md shows Markdown as a terminal can, and
@@ -134,7 +138,13 @@ def run(args: argparse.Namespace) -> int:
     if result.unparsed:
         terminal.note(f"mlxbc: a tool call was cut off or made no sense: {result.unparsed[0]}")
     if result.reason == "length":
-        terminal.note(f"mlxbc: stopped after {result.usage.generated} tokens; -o max_tokens N allows more")
+        cut = f"mlxbc: stopped after {result.usage.generated} tokens; -o max_tokens N allows more"
+        if any(question.fields.get(form) is not None for form in _FORMS):
+            # Whoever reads it counts on the form.
+            terminal.report(f"{cut}: so far the answer has not the form that was asked for")
+            code = code or exits.FAILED
+        else:
+            terminal.note(cut)
     if args.stats:
         terminal.report(answer.stats(result))
     question.keep(result)

@@ -87,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
         pass  # without a daemon, say so before the first question is typed
     if args.md:
         chat.terminal.render_markdown()
+    if chat.attended:
+        chat.terminal.note("/help shows what else can be typed; /exit or Ctrl-D leaves")
     try:
         for message in _messages(chat):
             chat.take(message)
@@ -131,9 +133,11 @@ class _Chat:
         """Answer a message, or obey a command."""
         self.interrupted = False
         name, _, rest = message.strip().partition(" ")
-        command = self._commands.get(name) if name.startswith("/") else None
+        command = self._commands.get(name)
         if command is not None:
             command(rest.strip())
+        elif self.attended and name.startswith("/") and name[1:].isalpha():
+            self.terminal.note(f"there is no {name}; /help shows what there is")
         elif message.strip():
             if self._before:
                 message, self._before = f"{self._before}\n\n{message}", ""

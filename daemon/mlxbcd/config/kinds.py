@@ -132,7 +132,7 @@ def size(*, auto: bool = False, zero: bool = False) -> Kind[int | None]:
     def read(value: object) -> int | None:
         if auto and value == "auto":
             return None
-        if isinstance(value, int) and not isinstance(value, bool) and value >= (0 if zero else 1):
+        if isinstance(value, int) and not isinstance(value, bool) and (0 if zero else 1) <= value < 2**63:
             return value
         found = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
         bytes_ = float(found[1]) * _UNITS[(found[2] or "").lower()] if found else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, Final
@@ -10,6 +11,8 @@ from mlxbc import wire
 from mlxbcd.errors import ServeError, unmet
 from mlxbcd.plan.request import Constraint, Priority, Request, Sampling
 from mlxbcd.plan.resolve import Draft, Needs
+
+_STREAM: Final = re.compile(r"[0-9A-Za-z]+")
 
 _LEAST_REPETITION_PENALTY: Final = 1e-6
 """Lower ones act as this one: a logit divided by much less overflows float32, and every seen token is ahead by then."""
@@ -31,6 +34,9 @@ def check(request: wire.Generate) -> None:
         raise ServeError("bad_request", "on_disconnect keep needs resumable: true, or nobody could come back for it")
     if request.keep_s is not None and request.on_disconnect != "keep":
         raise ServeError("bad_request", "keep_s needs on_disconnect: keep")
+    if request.resume is not None and not _STREAM.fullmatch(request.resume.stream):
+        # It is written to the log, where nothing that a client makes up should be.
+        raise ServeError("bad_request", "resume: stream has to be the one that `accepted` told, letters and digits")
     if request.resume is not None and request.n > 1:
         raise ServeError("bad_request", "resume continues one output; ask for n: 1")
     if request.resume is not None and request.seed is None and _random(request):

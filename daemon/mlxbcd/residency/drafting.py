@@ -15,7 +15,8 @@ def chosen(source: Resolved, drafts: Mapping[str, str], aliases: Mapping[str, st
     """The model that is to draft for `source`.
 
     Raises:
-        ServeError: unknown_model; load_failed for files that can't be loaded.
+        ServeError: unknown_model; load_failed for files that can't be loaded. Both name the setting, since nobody who
+            asks for `source` need know of it.
     """
     for name, draft in drafts.items():
         try:
@@ -24,8 +25,13 @@ def chosen(source: Resolved, drafts: Mapping[str, str], aliases: Mapping[str, st
             # What isn't here any more needs no drafts.
             continue
         if meant.path == source.path:
-            found = resolve(draft, aliases)
-            check_files(found.path)
+            try:
+                found = resolve(draft, aliases)
+                check_files(found.path)
+            except ServeError as error:
+                setting = f"the setting drafts has {draft!r} draft for {source.name}"
+                said = f"{setting}, but {error.message}; or take the entry out"
+                raise ServeError(error.code, said, **error.data) from None
             return found
     return None
 

@@ -187,7 +187,9 @@ def _by_ending(name: str, known: Mapping[str, Resolved], aliases: Mapping[str, s
     if fitting:
         names = ", ".join(sorted(found.name for found in fitting)[:_SHOWN])
         raise ServeError("unknown_model", f"{name[:80]!r} fits several models: {names}; say which")
-    near = difflib.get_close_matches(name, sorted({*known, *EMBEDDED, *aliases}), n=_SHOWN, cutoff=0.5)
+    # An alias that was asked for has led here.
+    others = sorted({*known, *EMBEDDED, *aliases} - {name})
+    near = difflib.get_close_matches(name, others, n=_SHOWN, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else "mlxbc models lists what is here"
     pull = f"; mlxbc pull {name} fetches it" if is_repository(name) and len(name) <= 200 else ""
     raise ServeError("unknown_model", f"there is no model {name[:80]!r} here: {hint}{pull}")

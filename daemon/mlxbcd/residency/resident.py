@@ -191,8 +191,9 @@ class Residency:
         Args:
             drafts: by name of a model that of the one to draft for it; for those that are loaded from now on.
         """
+        if (default, aliases) != (self._default, self._aliases):
+            self.keeper.default = None
         self._default, self._aliases, self._drafts = default, aliases, drafts
-        self.keeper.default = None
 
     @property
     def progress(self) -> list[tuple[str, int, int]]:

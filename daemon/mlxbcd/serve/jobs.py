@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -80,4 +81,7 @@ class FinishedJob:
 def internal(error: Exception) -> ServeError:
     """What to tell a client about an exception nobody expected; it is logged here."""
     log.error("a request failed: %s", outline(error))
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        message = "the daemon may open no more files; allow it more (ulimit -n), or close connections, and retry"
+        return ServeError("internal", message)
     return ServeError("internal", f"the daemon failed at this request ({type(error).__name__}); its log says where")

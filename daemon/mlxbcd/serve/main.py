@@ -170,14 +170,15 @@ def _detach(options: Options, *, wait: bool) -> int:
     return detach(command, options.socket, options.log_file, wait=wait, replace=options.replace)
 
 
-def _allow_files(needed: int) -> None:
+def _allow_files(wanted: int) -> None:
     """Raise the soft limit on open files, which is 256 under some service managers, as far as is allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        needed = min(needed, hard)
+    needed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < needed:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        log.warning("the limit of %d open files is too low for limits.connections; %d would do", hard, wanted)
 
 
 def _complain(error: Exception) -> int:

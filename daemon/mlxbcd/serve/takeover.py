@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def ask_for(path: Path) -> int | None:
-    """Have the daemon that serves `path` give it up; its process id, or None if no daemon runs.
+    """Have the daemon that serves `path` give it up; its process id, or None if no daemon runs, or none any more.
 
     Raises:
         ConfigError: it can't, or doesn't answer.
@@ -45,6 +45,9 @@ def ask_for(path: Path) -> int | None:
         try:
             connection.sendall(frame(hello, Codec.MSGPACK) + frame(shutdown, Codec.MSGPACK))
             return _answer(connection)
+        except (BrokenPipeError, ConnectionResetError):
+            # It has died, or ended by itself: its place is free, or another's already.
+            return None
         except (OSError, FrameError):
             raise ConfigError(f"the daemon on {path} does not answer; end it with: mlxbc stop --now") from None
 
@@ -61,7 +64,7 @@ def _answer(connection: socket.socket) -> int:
                     return pid
                 case wire.Error():
                     raise ConfigError(f"the running daemon does not hand over ({reply.message}); mlxbc stop ends it")
-    raise OSError("it hung up")
+    raise ConnectionResetError("it hung up")
 
 
 async def gone(pid: int) -> None:
