@@ -37,6 +37,8 @@ class Policy:
         reserved_rows: of these, kept free for interactive rows, where there are more than a few.
         planned_chunk: a prompt's planned ends are multiples of this, whoever shares the machine.
         max_piece_s: no piece is planned longer, so that a cancel is never further away; a single token may be.
+        max_round_s: no forward that verifies proposals takes longer: however many tokens it brings, nobody who comes or
+            leaves should wait longer for it.
         decode_gap_s: None holds the measured default, see `Costs.gap_s`.
         floor_gap_s: the smallest default gap.
         background_gap_s: while an interactive prompt is prefilled, rows that are all background step this seldom.
@@ -55,6 +57,7 @@ class Policy:
     reserved_rows: int = 2
     planned_chunk: int = 512
     max_piece_s: float = 0.25
+    max_round_s: float = 0.5
     decode_gap_s: float | None = None
     floor_gap_s: float = 0.05
     background_gap_s: float = 1.0
@@ -178,7 +181,7 @@ class Iteration:
     Attributes:
         blocked: a row that can't start for want of this many bytes, once something else has let go of them.
         gap_s: how long the running rows should wait for this, at most.
-        step_s: the part of it that is left for their forward.
+        step_s: how long their forward may take, if it is more than a step.
         packed: the first forward of each runs as one, where both make one.
         beside: pieces of other rows, in one forward with `piece`.
     """
@@ -220,7 +223,7 @@ def decide(state: State, costs: Costs, policy: Policy, cohorts: Cohorts | None =
         candidates = [row for row in candidates if row.priority is not Priority.BACKGROUND]
     decode = any(not rest or row.priority is not Priority.BACKGROUND for row in state.running)
     if not candidates:
-        return Iteration(decode, None, blocked)
+        return Iteration(decode, None, blocked, step_s=policy.max_round_s)
     row = _choose(candidates, state, policy)
     budget, gap = policy.max_piece_s, math.inf
     if decode:
@@ -238,7 +241,7 @@ def decide(state: State, costs: Costs, policy: Policy, cohorts: Cohorts | None =
     if cohorts is not None and piece.ends:
         beside = _companions(row, candidates, state, costs, policy, cohorts, budget)
         seconds = cohorts.expected([(each.width, each.begin or 0) for each in (piece, *beside)], costs)
-    return Iteration(decode, piece, blocked, gap, gap - seconds, beside=tuple(beside))
+    return Iteration(decode, piece, blocked, gap, min(gap - seconds, policy.max_round_s), beside=tuple(beside))
 
 
 def _piece(row: Waiting, width: int, policy: Policy) -> Piece:
