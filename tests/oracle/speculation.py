@@ -83,6 +83,7 @@ class Play:
 
     Args:
         drafter: speculates if there is one or if `echo` is set.
+        depth: of every round, or what adapts it.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Play:
         subject: Subject,
         *,
         drafter: Drafter | None = None,
-        depth: int = 4,
+        depth: int | Depth = 4,
         echo: bool = False,
         ahead: Ahead = Ahead.BUILD,
         costs: VerifyCosts | None = None,
@@ -111,7 +112,7 @@ class Play:
                 costs=costs or Cheap(),
                 rounds=rounds,
                 drafter=drafter,
-                depth=Depth(depth, VerifyCosts()) if drafter is not None else None,
+                depth=None if drafter is None else depth if isinstance(depth, Depth) else Depth(depth, VerifyCosts()),
             )
 
     def admit(self, key: Key, request: Request, sources: Sequence[Sequence[int]] = ()) -> None:

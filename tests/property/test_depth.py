@@ -145,6 +145,59 @@ def test_probes_grow_rare_while_they_fail_and_one_that_succeeds_brings_drafts_ba
     assert not depth.probing
 
 
+@pytest.mark.parametrize("token_ms", [0.0, 3.0, 30.0])
+def test_a_useless_drafter_is_probed_by_shadows_within_the_share_of_time(token_ms: float) -> None:
+    costs = costs_of(CURVES["cpu, float32"])
+    depth = Depth(MOST, costs, draft_s=lambda rows, drafted: drafted * token_ms)
+    shadows, rounds, seconds = 0, 0, 0.0
+    for at in range(3000):
+        drafted = depth.next(MOST, [0], shadows=True)
+        assert not (drafted and depth.shadowing)
+        assert at < 32 or depth.probing or not drafted, "it is given up"
+        guessed = max(drafted, int(depth.shadowing))
+        if at >= 32:
+            seconds += (costs.round(1, drafted + 1) if drafted else costs.plain(1)) + guessed * token_ms
+            shadows += depth.shadowing
+            rounds += drafted > 0
+        if guessed:
+            depth.saw(0, guessed, 0)
+    assert shadows > rounds, "rounds are for as long as there is hope"
+    assert seconds <= 1.025 * (3000 - 32) * costs.plain(1)
+
+
+def test_a_probe_is_a_round_where_a_shadow_loses_as_much() -> None:
+    """Verifying one token more costs nothing there, and a right guess is a token gained; or nothing is in flight."""
+
+    def probes(curve: dict[int, float], *, shadows: bool) -> list[bool]:
+        depth, seen = Depth(MOST, costs_of(curve)), []
+        for _ in range(500):
+            drafted = depth.next(MOST, [0], shadows=shadows)
+            if depth.probing:
+                seen.append(depth.shadowing)
+            if drafted or depth.shadowing:
+                depth.saw(0, max(drafted, 1), 0)
+        return seen
+
+    free, dear = {1: 56.0, 2: 56.0, 4: 97.0}, {1: 56.0, 2: 112.0, 4: 220.0}
+    assert set(probes(free, shadows=True)) == {False}
+    assert set(probes(dear, shadows=True)) == {True}
+    assert set(probes(dear, shadows=False)) == {False}
+
+
+def test_a_shadow_that_is_right_brings_drafts_back() -> None:
+    depth = Depth(MOST, costs_of(CURVES["cpu, float32"]))
+    for right, steps in ((0, 500), (1, 500)):
+        drafts = 0
+        for _ in range(steps):
+            drafted = depth.next(MOST, [0], shadows=True)
+            if depth.shadowing:
+                depth.saw(0, 1, right)
+            elif drafted:
+                depth.saw(0, drafted, drafted * right)
+                drafts += 1
+        assert (drafts > 300) == bool(right)
+
+
 def test_rows_that_join_bring_the_estimate_back_to_the_prior() -> None:
     depth = Depth(MOST, costs_of(CURVES["gpu, bf16"]))
     first = depth.next(MOST, [0])

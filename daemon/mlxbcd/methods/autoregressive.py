@@ -120,6 +120,7 @@ class Flight:
         shared: its forward was another group's too, so its time says nothing about a step.
         read: the rows have taken their samples.
         hidden: the rows' hidden states, [B, 1, D], where somebody reads them; see `Tapped.read`.
+        guesses: what a drafter thinks that rows draw in it, to be compared and no more.
     """
 
     rows: tuple[Row, ...]
@@ -130,6 +131,7 @@ class Flight:
     shared: bool = False
     read: bool = False
     hidden: mx.array | None = None
+    guesses: Mapping[Key, int] = field(default_factory=dict)
 
     def submit(self) -> None:
         """Start computing, unless that has been done."""

@@ -145,17 +145,36 @@ class Proposer:
                 chances.append(echo.chances(len(echo.propose(n))) if echo is not None else [])
         return any(chances) and worth_waiting(chances, self._costs)
 
-    def due(self, rows: Mapping[Key, Row], most: int) -> int:
-        """How deep the drafter should draft in this step.
+    def due(self, rows: Mapping[Key, Row], most: int, *, flying: bool) -> tuple[int, bool]:
+        """How deep the drafter should draft in this step; and whether it should be plain, with a shadow: see `Depth`.
 
         Args:
             most: proposals of any window.
+            flying: a step of the rows is in flight, so a plain one would be built ahead.
         """
-        if self._depth is None:
-            return 0
-        drafted = [row for key, row in rows.items() if self._speculations[key].drafts and not row.ended]
+        drafted = self._drafted(rows)
         room = min(max(map(_room, drafted), default=0), most)
-        return self._depth.next(room, [row.key for row in drafted]) if room > 0 else 0
+        if self._depth is None or room < 1:
+            return 0, False
+        # What a constraint allows behind the token in flight is not known yet.
+        shadows = flying and all(row.sampler.constraint is None for row in drafted)
+        depth = self._depth.next(room, [row.key for row in drafted], shadows=shadows)
+        return depth, self._depth.shadowing
+
+    def foreseen(self, rows: Mapping[Key, Row]) -> dict[Key, RowSampler]:
+        """What the rows that draft will draw by in the next step that is built."""
+        return {row.key: row.sampler.supposing(())[0] for row in self._drafted(rows)}
+
+    def guesses(self, rows: Sequence[Row], samplers: Mapping[Key, RowSampler]) -> dict[Key, int]:
+        """What the drafter thinks that rows draw in the step in flight, end tokens left out as in windows.
+
+        Args:
+            samplers: what that step draws by, of the rows that draft.
+        """
+        asked = [Asked(row.key, row.pending, samplers[row.key], 1) for row in rows if row.key in samplers]
+        ends = {row.key: row.request.eos for row in rows}
+        drafts = self._ask(asked, 1)
+        return {key: token for key, draft in drafts.items() for token in _until(ends[key], draft)}
 
     def windows(self, rows: Mapping[Key, Row], most: int, depth: int) -> list[Window]:
         """The rows' windows, in any order; nothing if a plain step is as good.
@@ -206,14 +225,22 @@ class Proposer:
 
     def _drafts(self, rows: Mapping[Key, Row], depth: int, spans: Mapping[Key, _Span]) -> dict[Key, list[int]]:
         """What the drafter proposes for the rows without a span."""
-        if self._drafter is None or depth < 1:
+        if depth < 1:
             return {}
         asked = [
             Asked(key, row.pending, row.sampler, min(room, depth))
             for key, row in rows.items()
             if self._speculations[key].drafts and not spans[key].tokens and (room := _room(row)) > 0
         ]
-        if not asked:
+        return self._ask(asked, depth)
+
+    def _drafted(self, rows: Mapping[Key, Row]) -> list[Row]:
+        """The rows that the drafter may propose for."""
+        return [row for key, row in rows.items() if self._speculations[key].drafts and not row.ended]
+
+    def _ask(self, asked: Sequence[Asked], depth: int) -> dict[Key, list[int]]:
+        """What the drafter proposes."""
+        if self._drafter is None or not asked:
             return {}
         depth = min(depth, max(row.most for row in asked))
         began = time.perf_counter()

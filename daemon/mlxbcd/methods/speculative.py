@@ -7,7 +7,8 @@ the widest with the row's own pending token; padding is never sampled, and taken
 
 What is proposed is `methods.proposing`'s: spans that are known, else *drafts* of the group's drafter.
 Where neither promises anything a step is plain and built ahead as ever. What is in flight then has to be read before
-a round, which costs the host's head start: that is done where the sample in flight is likely to confirm a span.
+a round, which costs the host's head start: that is done where the sample in flight is likely to confirm a span. A
+drafter is probed beside a step in flight where that is cheaper than a round (`spec.depth`).
 """
 
 from __future__ import annotations
@@ -122,7 +123,10 @@ class SpeculativeGroup(DecodeGroup):
     def step(self, emit: Emit, shared: StepBuilder | None = None, *, within: float = math.inf) -> None:
         """One round, or one plain step. A round's forward is its own: see `DecodeGroup.step` for `shared`."""
         proposer, most = self._proposer, self._widest(within) if self._rows else 0
-        depth = proposer.due(self._rows, most)
+        depth, shadow = proposer.due(self._rows, most, flying=self._flight is not None)
+        if shadow:
+            self._shadow(emit)
+            return
         if self._flight is not None and (depth > 0 or proposer.waits(self._rows, most)):
             self.settle(emit)
         if self._flight is None:
@@ -132,6 +136,16 @@ class SpeculativeGroup(DecodeGroup):
                 self._round(windows, emit)
                 return
         super().step(emit, shared if self._hidden_steps is None else None)
+
+    def _shadow(self, emit: Emit) -> None:
+        """One plain step, beside which the drafter guesses what it draws."""
+        samplers = self._proposer.foreseen(self._rows)
+        super().step(emit)
+        if self._flight is not None:
+            # Else each of the two would be timed with the other.
+            self.wait()
+            alive = [row for row in self._flight.rows if not row.ended]
+            self._flight.guesses = self._proposer.guesses(alive, samplers)
 
     def discard(self) -> list[Key]:
         self._speculations.clear()
@@ -240,6 +254,8 @@ class SpeculativeGroup(DecodeGroup):
                 speculation = self._speculations[event.key]
                 speculation.statistics.forwards += 1
                 self._saw(speculation, event)
+                if self._depth is not None and isinstance(event, Drawn) and event.key in flight.guesses:
+                    self._depth.saw(event.key, 1, int(flight.guesses[event.key] == event.sample.token))
                 if not isinstance(event, Drawn) or event.ended:
                     out.append(Speculated(event.key, speculation.statistics.copy()))
                 out.append(event)

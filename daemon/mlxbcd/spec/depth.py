@@ -98,7 +98,9 @@ class Depth:
 
     What it has seen of its drafts decides. Texts have good and bad stretches, so what a row's last draft was like says
     which rates hold for the next one. At depth 0 nothing is seen, so it *probes* now and then: as often as costs
-    little, and ever more rarely while probes fail.
+    little, and ever more rarely while probes fail. A probe is a round, or, where that loses less, a *shadow*: the
+    drafter guesses the token that a plain step draws anyway, and nothing is verified. One token is enough: deeper
+    shadows cost more than what they tell is worth.
 
     Args:
         most: the deepest draft.
@@ -108,6 +110,7 @@ class Depth:
 
     Attributes:
         probing: the depth told last is a probe.
+        shadowing: it is a shadow: the depth is 0, and the drafter should guess each row's next token beside the step.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class Depth:
     ) -> None:
         self.most = most
         self.probing = False
+        self.shadowing = False
         self._costs = costs
         self._priors = priors
         self._draft_s = draft_s
@@ -134,10 +138,14 @@ class Depth:
         self._failed = 0
         self._waited = 0.0
 
-    def next(self, cap: int, rows: Collection[Key]) -> int:
-        """The depth of the next round of these rows, at most `cap`."""
+    def next(self, cap: int, rows: Collection[Key], *, shadows: bool = False) -> int:
+        """The depth of the next round of these rows, at most `cap`.
+
+        Args:
+            shadows: a plain step of all of them can be shadowed.
+        """
         cap = min(cap, self.most)
-        self.probing = False
+        self.probing = self.shadowing = False
         if cap < 1 or not self._costs.known:
             return max(cap, 0)
         good, bad = self._good.table(), self._bad.table()
@@ -157,13 +165,19 @@ class Depth:
         if best:
             return best
         self._waited += 1.0
-        lost = self._seconds(batch, 1) * plain / batch - 1.0
-        if self._waited < max(lost / _SPENT, _SOONEST) * _RARER**self._failed:
+        step_s = self._costs.plain(batch)
+        gained = ((batch - worse) * good[0] + worse * bad[0]) / batch
+        lost, shadow_lost = self._seconds(batch, 1) - step_s, self._draft_s(batch, 1) + self._costs.idle(batch)
+        shadow = shadows and shadow_lost < lost - gained * step_s
+        if shadow:
+            lost = shadow_lost
+        if self._waited < max(lost / step_s / _SPENT, _SOONEST) * _RARER**self._failed:
             return 0
         self.probing = True
+        self.shadowing = shadow
         self._waited = 0.0
         self._failed = min(self._failed + 1, _MOST_FAILED)
-        return 1
+        return 0 if shadow else 1
 
     def saw(self, row: Key, drafted: int, accepted: int) -> None:
         """A row's draft was verified, in a round or along plain steps. Not for echoed spans."""
