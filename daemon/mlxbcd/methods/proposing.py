@@ -114,11 +114,12 @@ class Proposer:
         return Speculation(echo, drafts=self._drafter is not None and self._drafter.name in request.drafts)
 
     def widest(self, rows: int, most: int, within: float) -> int:
-        """Proposals that any window may have, at most `most`, in a round that takes no longer than `within` seconds."""
-        if math.isinf(within):
+        """Proposals that any window may have, at most `most`, in a round that takes no longer than `within` seconds.
+
+        Where nobody has measured what rounds cost, nothing is bounded: a model that is loaded to be served has been.
+        """
+        if math.isinf(within) or not self._costs.known:
             return most
-        if not self._costs.known:
-            return 0
         while most > 0 and self._costs.round(rows, most + 1) > within:
             most -= 1
         return most
