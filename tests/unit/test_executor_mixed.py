@@ -26,6 +26,16 @@ RUNNING = make_request(prompt(1, 9), 20)
 COMING = make_request(prompt(2, 40), 6)
 
 
+class Known(VerifyCosts):
+    """Costs that are what they are, however busy this machine is."""
+
+    def saw_plain(self, rows: int, seconds: float) -> None:
+        pass
+
+    def saw_round(self, rows: int, width: int, seconds: float) -> None:
+        pass
+
+
 def running(ahead: Ahead = Ahead.BUILD) -> Driver:
     """One row decodes; another one has begun its prompt."""
     driver = Driver(make_executor(ahead=ahead, packs=True))
@@ -64,7 +74,7 @@ def test_rows_whose_prompts_run_packed_with_others_draw_what_they_draw_alone(nam
 def test_rounds_of_proposals_keep_their_forward_and_plain_steps_between_them_share_theirs(ahead: Ahead) -> None:
     """Rows that are told what they will draw, so that proposals are right once there are some."""
     chance = random.Random(5)
-    verify = VerifyCosts({1: 0.01, 2: 0.011, 4: 0.012, 8: 0.013})
+    verify = Known({1: 0.01, 2: 0.011, 4: 0.012, 8: 0.013})
     driver = Driver(make_executor(ahead=ahead, packs=True, verify=verify))
     known = make_request(prompt(8, 9), 60)
     known = dataclasses.replace(known, echo=(tuple(oracle(known)),))
@@ -89,7 +99,7 @@ def test_rounds_of_proposals_keep_their_forward_and_plain_steps_between_them_sha
 def test_rounds_beside_a_piece_keep_to_the_time_that_is_left_for_them(
     ahead: Ahead, within: float, rounds: bool
 ) -> None:
-    driver = Driver(make_executor(ahead=ahead, verify=VerifyCosts({1: 0.01, 2: 0.011, 4: 0.012, 8: 0.013})))
+    driver = Driver(make_executor(ahead=ahead, verify=Known({1: 0.01, 2: 0.011, 4: 0.012, 8: 0.013})))
     known = make_request(prompt(8, 9), 60)
     driver.prefill("known", dataclasses.replace(known, echo=(tuple(oracle(known)),)))
     long = make_request(prompt(9, 40), 3)
