@@ -59,6 +59,7 @@ class FakeRunner:
         self.threads: set[int] = set()
         self.closed = 0
         self.packed_s = 0.001
+        self.token_bytes = 0.0
         self.on_iterate: Callable[[Iteration], None] = lambda iteration: None
 
     def iterate(
@@ -82,6 +83,7 @@ class FakeRunner:
             for key in sorted(self.decoding, key=repr):
                 self.tell(key, emit)
         cost = mixed = None
+        token_bytes = 0.0
         pieces = [piece for piece in iteration.pieces if piece.key in self.rows]
         if pieces:
             cost = PieceCost.of(tuple((piece.width, self.rows[piece.key].position) for piece in pieces), 0.001)
@@ -90,6 +92,7 @@ class FakeRunner:
             row.position += piece.width
             emit([Prefilled(piece.key, row.position)])
             if row.position == len(row.request.prompt):
+                token_bytes = self.token_bytes
                 self.decoding.add(piece.key)
                 self.tell(piece.key, emit)
         if steps and cost is not None:
@@ -97,7 +100,8 @@ class FakeRunner:
             mixed = MixedCost(steps[0][0], cost, seconds, iteration.packed, comparable=True)
             if iteration.packed:
                 steps, cost = (), None
-        return Report(steps, cost, mixed, running=tuple(self.decoding), kv_bytes=len(self.rows))
+        running = tuple(self.decoding)
+        return Report(steps, cost, mixed, running=running, kv_bytes=len(self.rows), token_bytes=token_bytes)
 
     def tell(self, key: Key, emit: Emit) -> None:
         error = self.failing.pop(key, None)

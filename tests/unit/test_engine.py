@@ -354,8 +354,18 @@ async def test_costs_are_learnt_from_reports() -> None:
         assert bench.engine.costs.step(1) == 0.001
 
 
+async def test_until_a_row_has_told_what_it_takes_prompts_begin_one_by_one() -> None:
+    async with running(packing=PackingRanges()) as bench:
+        for _ in range(2):
+            await heard(bench, [make_request(prompt=40, max_tokens=3)])
+        await heard(bench, [make_request(prompt=3) for _ in range(20)])
+        assert bench.engine.costs.widest
+        assert not any(iteration.beside for iteration in bench.runner.iterations)
+
+
 async def test_short_prompts_that_come_at_once_share_forwards_once_costs_are_known() -> None:
     async with running(packing=PackingRanges()) as bench:
+        bench.runner.token_bytes = 1.0
         for _ in range(2):
             await heard(bench, [make_request(prompt=40, max_tokens=3)])
         before = len(bench.runner.iterations)
@@ -368,6 +378,7 @@ async def test_short_prompts_that_come_at_once_share_forwards_once_costs_are_kno
 
 async def test_prompts_of_a_model_that_can_not_pack_share_nothing() -> None:
     async with running() as bench:
+        bench.runner.token_bytes = 1.0
         for _ in range(2):
             await heard(bench, [make_request(prompt=40, max_tokens=3)])
         await heard(bench, [make_request(prompt=3) for _ in range(20)])

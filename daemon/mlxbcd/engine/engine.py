@@ -269,7 +269,9 @@ class Engine:
                 at = (entry.position, entry.total, entry.since, entry.started)
                 waiting.append(Waiting(entry.key, *at, priority, entry.client, rows, need, ends))
         state = State(tuple(waiting), tuple(running), time.monotonic(), self._stepped, dict(self._served), self._pieces)
-        iteration = decide(state, self.costs, self._policy, self.cohorts if self.packing is not None else None)
+        # Until one prompt has ended nobody knows what a row takes, so several at once might take more than there is.
+        together = self.packing is not None and self._token_bytes > 0
+        iteration = decide(state, self.costs, self._policy, self.cohorts if together else None)
         iteration = self._pack(iteration, sum(rows_of.values()))
         start: list[tuple[Key, Request]] = []
         tokens_of: dict[str, int] = {}
