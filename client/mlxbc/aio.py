@@ -24,6 +24,7 @@ from mlxbc.errors import ConnectionLost, MlxbcError, RequestTimeout
 from mlxbc.exchange import Call, Exchange, expect
 from mlxbc.request import MessageLike, Numbered
 from mlxbc.result import Collector, Event, Result
+from mlxbc.stream import Outcome
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Numbered)
@@ -269,7 +270,7 @@ class AsyncClient:
         return waiter
 
 
-class AsyncStream:
+class AsyncStream(Outcome):
     """One generation: an async iterator over its `Accepted`, `Progress` and `Token` frames.
 
     Leaving its `async with` block, or `close`, cancels what still runs. The errors that end a generation are
@@ -277,10 +278,10 @@ class AsyncStream:
     """
 
     def __init__(self, client: AsyncClient, waiter: _Waiter) -> None:
+        super().__init__()
         self._timeout = client._timeout
         self._waiter = waiter
         self._collector = Collector()
-        self._result: Result | None = None
         self._open = True
 
     def __repr__(self) -> str:
@@ -331,17 +332,6 @@ class AsyncStream:
         async for _event in self:
             pass
         return self.result
-
-    @property
-    def result(self) -> Result:
-        """The whole generation, once the stream has ended.
-
-        Raises:
-            MlxbcError: it hasn't, or it failed.
-        """
-        if self._result is None:
-            raise MlxbcError("this generation has no result yet: iterate over the stream, or await wait()")
-        return self._result
 
     def cancel(self) -> None:
         """Ask the daemon to end the generation; the stream then ends, with reason `cancelled`."""

@@ -17,15 +17,30 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound="EventStream")
 
 
-class EventStream(ABC):
+class Outcome:
+    """What a generation comes to."""
+
+    def __init__(self) -> None:
+        self._result: Result | None = None
+
+    @property
+    def result(self) -> Result:
+        """The whole generation, once the stream has ended.
+
+        Raises:
+            MlxbcError: it hasn't, or it failed.
+        """
+        if self._result is None:
+            raise MlxbcError("this generation has no result yet: iterate over the stream, or wait()")
+        return self._result
+
+
+class EventStream(Outcome, ABC):
     """One generation: an iterator over its `Accepted`, `Progress` and `Token` frames.
 
     Leaving its `with` block, or `close`, cancels what still runs. The errors that end a generation are raised
     by whatever waits for it: iterating, `text` or `wait`.
     """
-
-    def __init__(self) -> None:
-        self._result: Result | None = None
 
     def __enter__(self: S) -> S:
         return self
@@ -58,17 +73,6 @@ class EventStream(ABC):
         for _event in self:
             pass
         return self.result
-
-    @property
-    def result(self) -> Result:
-        """The whole generation, once the stream has ended.
-
-        Raises:
-            MlxbcError: it hasn't, or it failed.
-        """
-        if self._result is None:
-            raise MlxbcError("this generation has no result yet: iterate over the stream, or call wait()")
-        return self._result
 
     @abstractmethod
     def cancel(self) -> None:

@@ -16,6 +16,13 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from tiny_directory import write_model
 
 
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """Where a test's own daemon may listen."""
+    with socket_path() as path:
+        yield path
+
+
 @pytest.fixture(scope="module")
 def shared(model_directory: Path) -> Iterator[Daemon]:
     """A daemon with the default model, for tests that leave it as it was."""
@@ -40,5 +47,5 @@ def tiny(tiny_model: Path) -> Iterator[Daemon]:
     """A daemon with it, for tests that leave it as it was."""
     with socket_path() as path, serving(path, tiny_model) as daemon:
         # Its log is read by nobody, and must not fill the pipe.
-        threading.Thread(target=daemon.popen.stderr.read, daemon=True).start()  # type: ignore[union-attr]
+        threading.Thread(target=daemon.popen.stderr.read, daemon=True).start()
         yield daemon

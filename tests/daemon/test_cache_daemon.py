@@ -26,12 +26,6 @@ PREFIX = LONG[: len(LONG) // 6]
 """About 350 tokens."""
 
 
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with socket_path() as path:
-        yield path
-
-
 def cached(directory: Path) -> list[str]:
     """Arguments of a daemon that keeps its cache there."""
     return ["--set", "cache.mode=disk", "--set", f"cache.directory={directory}", "--cache-disk", "2GB"]

@@ -9,11 +9,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_daemon import PATIENCE_S, Daemon, Frames, socket_path
+from real_daemon import PATIENCE_S, Daemon, Frames
 from tiny_daemon import STORY, answer, at_rest, serving
 
 from mlxbc import wire
@@ -23,12 +22,6 @@ pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells about processes"),
 ]
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with socket_path() as path:
-        yield path
 
 
 def descriptors(daemon: Daemon) -> int:

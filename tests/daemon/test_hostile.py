@@ -6,11 +6,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_daemon import Daemon, Frames, socket_path
+from real_daemon import Daemon, Frames
 from tiny_daemon import POISON, STORY, answer, at_rest, await_status, serving
 
 from mlxbc import wire
@@ -20,12 +20,6 @@ pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells about processes"),
 ]
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with socket_path() as path:
-        yield path
 
 
 # ----------------------------------------------------------------------------------------------------------- device

@@ -9,11 +9,10 @@ from __future__ import annotations
 import random
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_daemon import PATIENCE_S, Daemon, Frames, ask, daemon, socket_path, tokens
+from real_daemon import PATIENCE_S, Daemon, Frames, ask, daemon, tokens
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
@@ -34,12 +33,6 @@ POINTS = ["begin", "created", "header", "slice", "synced", "renamed", "done"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with socket_path() as path:
-        yield path
 
 
 def keeping(directory: Path) -> list[str]:

@@ -9,13 +9,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from real_daemon import PATIENCE_S, Daemon, socket_path
+from real_daemon import PATIENCE_S, Daemon
 from tiny_daemon import NO_ROOM, STORY, answer, at_rest, await_status, serving
 
 from mlxbc import Client, wire
@@ -25,12 +25,6 @@ pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells about processes"),
 ]
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with socket_path() as path:
-        yield path
 
 
 # ------------------------------------------------------------------------------------------------------------- disk

@@ -7,20 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_daemon import PATIENCE_S, socket_path
+from real_daemon import PATIENCE_S
 
 from mlxbc import Client, wire
 from mlxbc.errors import UnknownModel
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with socket_path() as path:
-        yield path
 
 
 class Started:

@@ -207,7 +207,7 @@ def test_what_is_being_read_is_counted_before_it_is_there(tmp_path: Path) -> Non
             assert go_on.wait(30)
             return before(name)
 
-        directory.get = slow  # type: ignore[method-assign]
+        directory.get = slow
         first = thread.submit(space(cache).fetch, [1, 2, 3, 4], lambda *_: True)
         assert inside.wait(30)
         second = space(cache).fetch([2, 2, 3, 4], lambda *_: True)
@@ -216,7 +216,7 @@ def test_what_is_being_read_is_counted_before_it_is_there(tmp_path: Path) -> Non
         assert cache.index.ram.bytes == size
         first.result().release()
         second.release()
-        directory.get = before  # type: ignore[method-assign]
+        directory.get = before
         third = space(cache).fetch([2, 2, 3, 4], lambda *_: True)
         assert third.length == 3, "the room is free again"
         third.release()
