@@ -343,12 +343,12 @@ def test_equal_clients_get_equal_service_however_many_streams_one_has(
     streams: int, prompt: int, generate: int, skew: int
 ) -> None:
     """Both always have work: one as single requests in a row of two, the other with any number at once."""
-    agent = [Job(0.01 * i, prompt, generate, client="agent") for i in range(max(streams, 10) * 8)]
-    editor = [Job(0.01 * i, prompt + skew, generate, client="editor") for i in range(150)]
-    machine = Machine([*agent, *editor], Policy(max_rows=16, starving_s=1e9, aging_s=1e9))
+    agent = [Job(0.01 * i, prompt, generate, client="agent") for i in range(max(streams, 10) * 4)]
+    editor = [Job(0.01 * i, prompt + skew, generate, client="editor") for i in range(80)]
+    machine = Machine([*agent, *editor], Policy(max_rows=16, starving_s=1e9, aging_s=1e9, client_lead_s=0.2))
     horizon = 0.0
     while horizon < 60.0 and all(any(job.first is None for job in side) for side in (agent, editor)):
-        horizon += 5.0
+        horizon += 0.1
         machine.run(until=horizon)
     shares = machine.served["agent"], machine.served["editor"]
     if min(shares) > 10 * machine.policy.client_lead_s:
@@ -386,5 +386,5 @@ def test_short_prompts_that_come_at_once_wait_no_longer_together(prompts: list[i
         firsts = [job.first for job in machine.jobs[len(warm) :]]
         waited.append(sum(first - 10.0 for first in firsts if first is not None))
         assert None not in firsts
-        assert any(iteration.beside for iteration in machine.log if machine.cohorts is not None) or not together
+        assert any(iteration.beside for iteration in machine.log) == together or max(prompts) > 8
     assert waited[0] <= waited[1] + STEP_S

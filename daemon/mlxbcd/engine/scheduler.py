@@ -266,7 +266,8 @@ def _companions(
     taken = _Taken([*state.running, *(row for row in state.waiting if row.started or row is first)])
     parts = [(first.planned_end(policy.planned_chunk) - first.position, first.position)]
     most = _class(first, state.now, policy)
-    others = (row for row in candidates if row is not first and _class(row, state.now, policy) <= most)
+    others = [row for row in candidates if row is not first and _class(row, state.now, policy) <= most]
+    others = _fair(others, _least_served([first, *others], state), state, policy)
     left = nsmallest(MOST_TOGETHER - 1, others, key=lambda row: (row.remaining, row.since))
     beside: list[Piece] = []
     while left:
@@ -347,9 +348,18 @@ def _choose(candidates: Sequence[Waiting], state: State, policy: Policy) -> Wait
         return min(starving, key=lambda row: row.since)
     best = min(row.priority for row in candidates)
     candidates = [row for row in candidates if _class(row, state.now, policy) <= best]
-    least = min(state.served.get(row.client, 0.0) for row in candidates)
-    fair = [row for row in candidates if state.served.get(row.client, 0.0) <= least + policy.client_lead_s]
+    fair = _fair(candidates, _least_served(candidates, state), state, policy)
     return min(fair, key=lambda row: (row.remaining, row.since))
+
+
+def _least_served(rows: Sequence[Waiting], state: State) -> float:
+    """Device time of the client that has had the least."""
+    return min(state.served.get(row.client, 0.0) for row in rows)
+
+
+def _fair(rows: Sequence[Waiting], least: float, state: State, policy: Policy) -> list[Waiting]:
+    """The rows whose client is not too far ahead."""
+    return [row for row in rows if state.served.get(row.client, 0.0) <= least + policy.client_lead_s]
 
 
 def _class(row: Waiting, now: float, policy: Policy) -> int:

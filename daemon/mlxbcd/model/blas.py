@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _SOURCE: Final = Path(__file__).with_name("sgemm.c")
 _COMPILERS: Final = ("cc", "gcc", "clang")
-_FLAGS: Final = ("-O2", "-march=native", "-shared", "-fPIC", "-pthread")
+_FLAGS: Final = ("-O2", "-march=native", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 _BUILD_TIMEOUT_S: Final = 120
 MAX_THREADS: Final = 64
 _DEFAULT_THREADS: Final = 4

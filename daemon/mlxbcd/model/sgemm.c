@@ -18,6 +18,11 @@
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
+#if defined(__x86_64__) && defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
@@ -61,6 +66,20 @@ static gemm *full;
 /* ------------------------------------------------------------------------------------------------ few rows */
 
 INLINE vector load(const float *p) { return *(const unaligned *)p; }
+
+/* x * y + sum. Said, since which sums a compiler fuses by itself differs from one block of the kernels to another (it is
+ * told to fuse none), and with it the last bit. */
+INLINE vector fused(vector x, vector y, vector sum) {
+#if defined(__AVX512F__)
+    return (vector)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (vector)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+#elif defined(__aarch64__)
+    return (vector)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
+#else
+    return x * y + sum;
+#endif
+}
 
 INLINE void store(const product *p, int64_t row, int64_t column, float sum) {
     float *c = p->c + row * p->ldc + column;
@@ -113,7 +132,7 @@ INLINE void dots(const product *p, const int rows, const int columns, int64_t ro
         }
         UNROLL for (int i = 0; i < rows; i++) {
             vector x = load(a + i * lda + t);
-            UNROLL for (int j = 0; j < columns; j++) sums[i * columns + j] += x * w[j];
+            UNROLL for (int j = 0; j < columns; j++) sums[i * columns + j] = fused(x, w[j], sums[i * columns + j]);
         }
     }
     UNROLL for (int i = 0; i < count; i += 4) {
@@ -167,7 +186,8 @@ INLINE void axpys(const product *p, const int rows, const int width, int64_t row
     for (int64_t t = 0; t < p->k; t++) {
         UNROLL for (int j = 0; j < width; j++) {
             const vector w = load(b + t * p->ldb + j * LANES);
-            UNROLL for (int i = 0; i < rows; i++) sums[i * width + j] += a[i * p->lda + t] * w;
+            UNROLL for (int i = 0; i < rows; i++)
+                sums[i * width + j] = fused(a[i * p->lda + t] - (vector){0}, w, sums[i * width + j]);
         }
     }
     UNROLL for (int i = 0; i < rows; i++)
