@@ -24,6 +24,8 @@ from bench.table import Row, render, to_json
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; 0 if every benchmark ran, whatever its figures, else 1."""
+    # An installed package has its bytecode. So does the peer; our sources may not, if the environment forbids it.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     args = _parse(argv)
     settings = Settings(_model(args.model), quick=args.quick, llama_server=args.llama_server, gguf=args.gguf)
     lines = [f"machine: {machine.describe()}", f"versions: {machine.versions()}", f"blas: {_blas()}"]

@@ -66,6 +66,11 @@ def new_job(fake: FakeDaemon, count: int) -> FakeJob:
     return fake.job()
 
 
+def until_asked_behind(fake: FakeDaemon, end: str, jobs: int) -> None:
+    """Wait for a job after the first `jobs` that completes a text with that end."""
+    fake.until(lambda service: len(service.jobs) > jobs and fim(service.jobs[-1]).prefix.endswith(end))
+
+
 def test_the_socket_is_the_one_that_the_client_finds(editor: Neovim) -> None:
     find = "return require('mlxbc.connection').socket_path()"
     assert editor.lua(find) == editor.lua("return vim.env.MLXBC_SOCKET")
@@ -334,7 +339,7 @@ def test_suggestions_are_switched_off_and_on(scripted: Scripted, editor: Neovim)
             editor.lua(on)
             editor.keys("y")
             # Neovim may tell of the x only now: then that is asked first.
-            fake.until(lambda service: len(service.jobs) > jobs and fim(service.jobs[-1]).prefix.endswith("xy"))
+            until_asked_behind(fake, "xy", jobs)
 
 
 def test_status_is_one_line_and_an_unknown_word_is_refused(scripted: Scripted, editor: Neovim) -> None:

@@ -20,7 +20,7 @@ from mlxbcd.plan.request import Request, Sampling
 from mlxbcd.sampling.sampler import RowSampler, sample
 from mlxbcd.spec.costs import VerifyCosts
 from mlxbcd.spec.depth import Depth
-from mlxbcd.spec.drafter import Drafter
+from mlxbcd.spec.drafter import Companion, Drafter
 from mlxbcd.spec.echo import Echo
 from mlxbcd.spec.statistics import Statistics
 from mlxbcd.state.composition import Composition
@@ -142,7 +142,7 @@ class Play:
             )
             if speculation.echo is not None:
                 speculation.echo.observe(first.token)
-            self.group.join(row, joiner, speculation, hidden=mx.concatenate(states, axis=1))
+            self.group.join(row, joiner, speculation, companion=Companion.cold(tokens, mx.concatenate(states, axis=1)))
         else:
             self.group.join(row, joiner)
 

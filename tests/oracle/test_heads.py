@@ -15,16 +15,17 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 
+from mlxbcd.cache.service import PrefixCache
 from mlxbcd.engine.runner import Leaving
 from mlxbcd.engine.scheduler import Iteration, Piece
-from mlxbcd.methods.events import Drawn, Speculated
+from mlxbcd.methods.events import Drawn, Prefilled, Speculated
 from mlxbcd.methods.speculative import SpeculativeGroup
 from mlxbcd.model import heads
 from mlxbcd.model.load import load as load_model
-from mlxbcd.plan.request import Request, Sampling
+from mlxbcd.plan.request import Caching, Keep, Request, Sampling
 from mlxbcd.residency import build as build_module
 from mlxbcd.residency.build import Built, build
-from mlxbcd.spec.drafter import LOOKUP, Asked, Selection
+from mlxbcd.spec.drafter import LOOKUP, READ_OF_PROMPT, Asked, Selection
 from mlxbcd.spec.heads import HeadDrafter
 from mlxbcd.state.geometry import Key
 from oracle.families import CONFIGS, VOCABULARY, load
@@ -274,3 +275,44 @@ def test_the_executor_gives_a_head_the_end_of_each_prompt(store: Path, monkeypat
         assert sum(isinstance(event, Drawn) and event.key == key for event in told) == 30
         figures = [event for event in told if isinstance(event, Speculated) and event.key == key][-1].statistics
         assert figures.drafts.accepted == figures.drafts.drafted > 10
+
+
+def test_a_heads_entries_are_kept_and_go_on_in_the_next_turn(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "verify_curve", lambda *model: {})
+    model = build(store / "random", lambda done, total: None, lambda: False)
+    executor, drafter = model.executor, model.executor.drafter
+    assert isinstance(drafter, HeadDrafter)
+    assert model.companions is not None
+    assert not model.companions.trimmable
+    cache = PrefixCache(1 << 30)
+    space = executor.reuse.space = cache.space("model", trimmable=True)
+    space.companions = cache.space("head", trimmable=False)
+    rng = random.Random(10)
+    told: list[Any] = []
+    # Of a prompt that long a head reads everything.
+    text = [rng.randrange(VOCABULARY) for _ in range(READ_OF_PROMPT)]
+    for turn in ("first", "second", "third"):
+        request = Request(
+            prompt=tuple(text),
+            max_tokens=20,
+            eos=frozenset(),
+            drafts=frozenset({"mtp"}),
+            caching=Caching(read=True, keep=Keep.RAM),
+        )
+        executor.iterate(Iteration(True, None), [(turn, request)], (), told.extend)
+        (begin,) = [event.position for event in told if isinstance(event, Prefilled) and event.key == turn]
+        assert (begin > READ_OF_PROMPT) == (turn != "first")
+        executor.iterate(Iteration(True, Piece(turn, len(text) - begin, ends=True)), (), (), told.extend)
+        checked = 0
+        while executor.iterate(Iteration(True, None), (), (), told.extend).running:
+            drawn = [event.sample.token for event in told if isinstance(event, Drawn) and event.key == turn]
+            if turn in drafter._own.rows and executor._group.flying == 0:
+                row = [*text, *drawn]
+                assert drafter._own.rows.lengths[turn] + len(drafter._own.owed[turn].tokens) == len(row) - 1
+                checked += check_entries(model, drafter, turn, row)
+        assert checked
+        drawn = [event.sample.token for event in told if isinstance(event, Drawn) and event.key == turn]
+        assert drawn == alone(subject_of(model), request)
+        text = [*text, *drawn, *(rng.randrange(VOCABULARY) for _ in range(9))]
+    cache.close()
+    assert cache.leases == 0

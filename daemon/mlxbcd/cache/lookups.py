@@ -11,7 +11,7 @@ from mlxbcd.cache.index import Match, Why
 
 if TYPE_CHECKING:
     from mlxbcd.cache.service import PrefixCache
-    from mlxbcd.state.layout import Layout
+    from mlxbcd.state.layout import Stored
     from mlxbcd.state.rows import RowState
 
 
@@ -73,7 +73,7 @@ class Lease:
         """Tokens it covers."""
         return self.match.length
 
-    def restore(self, layouts: Sequence[Layout], capacity: int = 0) -> RowState:
+    def restore(self, layouts: Sequence[Stored], capacity: int = 0) -> RowState:
         """The state, as copies of its own, with room for `capacity` positions. On the device thread.
 
         Raises:

@@ -1,6 +1,6 @@
 """Owns the way of a row's state out of its buffers into cached pieces, and back. On the device thread.
 
-Layers that store by position (`Layout.positional`) are cut into pieces; what the others hold at one length is a piece
+Layers that store by position (`Stored.positional`) are cut into pieces; what the others hold at one length is a piece
 of its own, an anchor. Arrays leave as copies made by the host out of evaluated views, so no view outlives the call, and
 come back as copies too: a piece serves any number of rows.
 """
@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxbcd.cache.payload import NUMPY, Array, Leaf, Packer, Part, Payload
-from mlxbcd.state.layout import Layout
+from mlxbcd.state.layout import Stored
 from mlxbcd.state.nested import Nest, NestedLayout
 from mlxbcd.state.recurrent import Recurrence
 from mlxbcd.state.rows import RowState
@@ -33,17 +33,17 @@ class Slot:
     positional: bool
 
 
-def slots(layouts: Sequence[Layout]) -> list[Slot]:
+def slots(layouts: Sequence[Stored]) -> list[Slot]:
     """The leaves of a collection's layers, in order."""
     return [slot for i, layout in enumerate(layouts) for slot in _slots(layout, (i,))]
 
 
-def trimmable(layouts: Sequence[Layout]) -> bool:
+def trimmable(layouts: Sequence[Stored]) -> bool:
     """Whether every prefix of a row's state is a row's state."""
     return all(slot.positional for slot in slots(layouts))
 
 
-def block(layouts: Sequence[Layout], state: RowState, begin: int, end: int) -> Payload:
+def block(layouts: Sequence[Stored], state: RowState, begin: int, end: int) -> Payload:
     """What layers store of positions [begin, end) of a row; `state` may be views of its buffers."""
     packer = Packer()
     views = [
@@ -60,7 +60,7 @@ def block(layouts: Sequence[Layout], state: RowState, begin: int, end: int) -> P
     )
 
 
-def anchor(layouts: Sequence[Layout], state: RowState) -> Payload:
+def anchor(layouts: Sequence[Stored], state: RowState) -> Payload:
     """What the other layers hold of a row at its length."""
     packer = Packer()
     mx.eval(state.arrays)
@@ -77,7 +77,7 @@ def anchor(layouts: Sequence[Layout], state: RowState) -> Payload:
 
 
 def restore(
-    layouts: Sequence[Layout],
+    layouts: Sequence[Stored],
     blocks: Sequence[Payload],
     anchored: Payload | None,
     length: int,
@@ -140,14 +140,14 @@ def _positions(
     return Store(buffers, capacity, _of(leaves[0].scheme)).read(0, 0, length)
 
 
-def _layer(layout: Layout, path: tuple[int, ...], found: dict[tuple[int, ...], Any]) -> Any:
+def _layer(layout: Stored, path: tuple[int, ...], found: dict[tuple[int, ...], Any]) -> Any:
     if isinstance(layout, NestedLayout):
         inner = [_layer(each, (*path, i), found) for i, each in enumerate(layout.inner)]
         return None if all(state is None for state in inner) else Nest(tuple(inner))
     return found.pop(path, None)
 
 
-def _slots(layout: Layout, path: tuple[int, ...]) -> Iterator[Slot]:
+def _slots(layout: Stored, path: tuple[int, ...]) -> Iterator[Slot]:
     if isinstance(layout, NestedLayout):
         for i, inner in enumerate(layout.inner):
             yield from _slots(inner, (*path, i))

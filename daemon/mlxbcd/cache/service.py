@@ -25,7 +25,7 @@ from mlxbcd.cache.tier import Tier
 from mlxbcd.cache.writer import Pace
 
 if TYPE_CHECKING:
-    from mlxbcd.state.layout import Layout
+    from mlxbcd.state.layout import Stored
     from mlxbcd.state.rows import RowState
 
 log = logging.getLogger(__name__)
@@ -167,10 +167,15 @@ class PrefixCache:
 
 
 class Space:
-    """One model's part of the cache."""
+    """One model's part of the cache.
+
+    Attributes:
+        companions: the part of what its drafter keeps beside its rows; None where there is nothing of the kind.
+    """
 
     def __init__(self, cache: PrefixCache, names: Namespace) -> None:
         self.cache = cache
+        self.companions: Space | None = None
         self._names = names
 
     def __repr__(self) -> str:
@@ -224,7 +229,14 @@ class Space:
                 return 0
             return sum(node.nbytes for node in whole.node.path if not node.ram)
 
-    def fetch(self, ids: Sequence[int], worth: Callable[[int, int, float], bool], session: str = "") -> Lease:
+    def fetch(
+        self,
+        ids: Sequence[int],
+        worth: Callable[[int, int, float], bool],
+        session: str = "",
+        *,
+        counted: bool = True,
+    ) -> Lease:
         """The longest usable prefix, read from the disk where that has more than RAM and is worth it. Blocks.
 
         Args:
@@ -260,7 +272,7 @@ class Space:
                 raise
             with cache.lock:
                 cache.index.touch(match.node, time.monotonic(), session)
-                cache.counters.from_disk += match.length - here
+                cache.counters.from_disk += (match.length - here) * counted
             tier.touch(match.node.path)
             return lease
         return self.take(ids, session, counted=False)
@@ -288,7 +300,7 @@ class Space:
         self,
         ids: Sequence[int],
         length: int,
-        layouts: Sequence[Layout],
+        layouts: Sequence[Stored],
         state: RowState,
         *,
         disk: bool,

@@ -27,7 +27,7 @@ from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Draw, RowSampler, Sample, sample
 from mlxbcd.spec.costs import VerifyCosts
 from mlxbcd.spec.depth import MOST_DRAFTED, Depth, lasting_priors
-from mlxbcd.spec.drafter import READ_OF_PROMPT, Drafter
+from mlxbcd.spec.drafter import READ_OF_PROMPT, Companion, Drafter
 from mlxbcd.state.alone import AloneRow, AloneTurn
 from mlxbcd.state.composition import Composition
 from mlxbcd.state.geometry import Key, capacity_for
@@ -128,7 +128,7 @@ class Executor:
     def __post_init__(self) -> None:
         if self.verify is not None:
             state = Rows(self.composition, widest=WIDEST)
-            how = (self.forward, state, self.ahead, self.steps, self.reuse.left)
+            how = (self.forward, state, self.ahead, self.steps, self._left)
             depth = None
             if self.drafter is not None:
                 depth = Depth(MOST_DRAFTED, self.verify, lasting_priors(), self.drafter.seconds)
@@ -138,7 +138,7 @@ class Executor:
         else:
             # Decode steps are one token wide, so a sliding window needs no room beyond itself.
             rows = Rows(self.composition, widest=1) if self.composition.batches else None
-            self._group = DecodeGroup(self.forward, rows, self.ahead, self.steps, self.reuse.left)
+            self._group = DecodeGroup(self.forward, rows, self.ahead, self.steps, self._left)
 
     def __repr__(self) -> str:
         return f"Executor({self._group}, {list(self._preparing.values())}, ready {list(self._ready)})"
@@ -179,7 +179,7 @@ class Executor:
 
     def close(self) -> None:
         """See `Runner.close`."""
-        self._guard(lambda: self._group.keep(_nobody, _resumable, self.reuse.left), _nobody)
+        self._guard(lambda: self._group.keep(_nobody, _resumable, self._left), _nobody)
         self._group.close()
         self._preparing.clear()
         self._ready.clear()
@@ -232,12 +232,19 @@ class Executor:
                         self._group.adopt(row, preparing.state)
                     else:
                         length = preparing.state.lengths[key]
-                        self._group.join(
-                            row, Joiner(row.key, preparing.state.read(key), length + 1), hidden=preparing.hidden
-                        )
+                        joiner = Joiner(row.key, preparing.state.read(key), length + 1)
+                        self._group.join(row, joiner, companion=self._companion(row, preparing))
                 except Exception as error:
                     self._fail([row.key], error, emit)
         self._ready.clear()
+
+    def _companion(self, row: Row, preparing: Preparing) -> Companion | None:
+        """What the drafter starts from for a row that joins."""
+        return None if self.drafter is None else self.reuse.companion(row, self.drafter, preparing.hidden)
+
+    def _left(self, row: Row, rows: Rows) -> None:
+        """See `Reuse.left`."""
+        self.reuse.left(row, rows, self.drafter)
 
     def _forwards(self, iteration: Iteration, emit: Emit) -> tuple[int, bool, PieceCost | None]:
         """Run the iteration's decode step and pieces, as one forward if it says so and both make one.
@@ -268,7 +275,7 @@ class Executor:
         failure = self._guard(lambda: self._group.step(emit, step, within=within), emit)
         self._steps += 1
         if self._steps % _CLEAR_EVERY_STEPS == 0:
-            self._guard(lambda: self._group.keep(emit, _resumable, self.reuse.left), emit)
+            self._guard(lambda: self._group.keep(emit, _resumable, self._left), emit)
             mx.clear_cache()
         return failure
 

@@ -13,10 +13,12 @@ import mlx.core as mx
 from mlxbcd.cache.service import Space
 from mlxbcd.errors import outline
 from mlxbcd.methods.autoregressive import Row
-from mlxbcd.plan.request import Keep, Request
+from mlxbcd.plan.request import Caching, Keep, Request
 from mlxbcd.plan.snapshots import LEAST
+from mlxbcd.spec.drafter import Companion, Drafter
 from mlxbcd.state.geometry import Key, capacity_for
-from mlxbcd.state.rows import COLD, Joiner, Rows, commit
+from mlxbcd.state.layout import Stored
+from mlxbcd.state.rows import COLD, Joiner, Rows, RowState, commit
 
 log = logging.getLogger(__name__)
 
@@ -51,36 +53,66 @@ class Reuse:
         commit(rows.prepare(join=[Joiner(key, COLD, len(tokens))]))
         return 0
 
+    def companion(self, row: Row, drafter: Drafter, hidden: mx.array | None) -> Companion:
+        """What a drafter starts from for a row that joins: as much as is known of its text."""
+        tokens, caching = row.sequence[:-1], row.request.caching
+        space = self.space.companions if self.space is not None else None
+        if space is not None and caching.read and drafter.name in row.request.drafts:
+            lease = space.take(tokens, caching.session, counted=False)
+            try:
+                if lease.length:
+                    state = lease.restore(drafter.kept, capacity_for(len(tokens) + 1))
+                    return drafter.revived(state, tokens, hidden)
+            except ValueError as error:
+                log.error("a cached companion could not be restored: %s", outline(error))
+            finally:
+                lease.release()
+        return Companion.cold(tokens, hidden)
+
     def prompt_done(self, key: Key, request: Request, tokens: Sequence[int], rows: Rows) -> None:
         """A row in preparation has processed its prompt. Its whole state is kept where it can be cut as needed."""
         if self.space is not None and self.space.trimmable:
             self.keep(key, request, tokens, len(tokens), rows)
 
-    def left(self, row: Row, rows: Rows) -> None:
+    def left(self, row: Row, rows: Rows, drafter: Drafter | None = None) -> None:
         """A row of the decode group has ended, or may have to be continued elsewhere, and nothing of it is in flight:
-        keep what its state covers of its tokens.
+        keep what its state covers of its tokens, and its companion.
 
         A state that has read more, tokens that nobody was sent, is cut back, or not kept.
         """
-        tokens = row.sequence
-        self.keep(row.key, row.request, tokens, min(len(tokens), rows.lengths[row.key]), rows)
+        tokens, covered = row.sequence, rows.lengths[row.key]
+        length = min(len(tokens), covered)
+        self.keep(row.key, row.request, tokens, length, rows)
+        if drafter is not None and drafter.name in row.request.drafts:
+            self._keep_companion(row, tokens, length, drafter)
 
     def keep(self, key: Key, request: Request, tokens: Sequence[int], length: int, rows: Rows) -> None:
         """Keep the state of a row's first `length` tokens for others, where the request and the model allow it."""
-        space, caching = self.space, request.caching
-        if space is None or caching.keep is Keep.NOT or length < LEAST or length < rows.reusable_from(key):
+        space = self.space
+        if space is None or request.caching.keep is Keep.NOT or length < LEAST or length < rows.reusable_from(key):
             return
         if not space.trimmable and length != rows.lengths[key]:
             return
         try:
-            space.publish(
-                tokens,
-                length,
-                rows.layouts,
-                rows.read(key),
-                disk=caching.keep is Keep.DISK,
-                session=caching.session,
-                pinned=caching.shared,
-            )
+            _publish(space, request.caching, tokens, length, rows.layouts, rows.read(key))
         except Exception as error:
             log.error("a state could not be kept: %s", outline(error))
+
+    def _keep_companion(self, row: Row, tokens: Sequence[int], length: int, drafter: Drafter) -> None:
+        caching = row.request.caching
+        space = self.space.companions if self.space is not None else None
+        if space is None or caching.keep is Keep.NOT:
+            return
+        try:
+            state = drafter.held(row.key, length)
+            if state is not None and state.length >= LEAST:
+                _publish(space, caching, tokens, state.length, drafter.kept, state)
+        except Exception as error:
+            log.error("a companion could not be kept: %s", outline(error))
+
+
+def _publish(
+    space: Space, caching: Caching, tokens: Sequence[int], length: int, layouts: Sequence[Stored], state: RowState
+) -> None:
+    disk = caching.keep is Keep.DISK
+    space.publish(tokens, length, layouts, state, disk=disk, session=caching.session, pinned=caching.shared)

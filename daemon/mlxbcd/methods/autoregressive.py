@@ -30,6 +30,7 @@ from mlxbcd.model.forward import Forward
 from mlxbcd.model.taps import Taps
 from mlxbcd.plan.request import Request
 from mlxbcd.sampling.sampler import Draw, RowSampler, Sample, Samplers
+from mlxbcd.spec.drafter import Companion
 from mlxbcd.state.alone import AloneRow
 from mlxbcd.state.geometry import Key
 from mlxbcd.state.rows import Joiner, Rows, commit
@@ -201,13 +202,13 @@ class DecodeGroup:
         """How to get the hidden states at the end of a row's prompt, if `join` wants them."""
         return None
 
-    def join(self, row: Row, joiner: Joiner, *, hidden: mx.array | None = None) -> None:
+    def join(self, row: Row, joiner: Joiner, *, companion: Companion | None = None) -> None:
         """Take in a row whose prompt is processed and whose first sample is its pending token. Settle before.
 
         A failure leaves the running rows as they were.
 
         Args:
-            hidden: of its last tokens, [1, n, D], as `Tapped.read`, if the group has `taps`.
+            companion: what the group's drafter starts from, if it has one.
         """
         assert isinstance(self._state, Rows)
         assert self._flight is None

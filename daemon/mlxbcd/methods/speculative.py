@@ -34,7 +34,7 @@ from mlxbcd.spec.drafter import Companion, Covered, Drafter
 from mlxbcd.spec.echo import Origin
 from mlxbcd.spec.statistics import Counts, Statistics
 from mlxbcd.state.geometry import Key
-from mlxbcd.state.rows import COLD, Joiner, Rows, commit
+from mlxbcd.state.rows import Joiner, Rows, commit
 
 WIDEST: Final = 32
 """Tokens of the widest window: wider ones are hardly faster per token, and a sliding window's ring has to hold them."""
@@ -98,7 +98,7 @@ class SpeculativeGroup(DecodeGroup):
         joiner: Joiner,
         speculation: Speculation | None = None,
         *,
-        hidden: mx.array | None = None,
+        companion: Companion | None = None,
     ) -> None:
         """Take in a row, as `DecodeGroup.join` does.
 
@@ -112,7 +112,8 @@ class SpeculativeGroup(DecodeGroup):
         if self._drafter is None:
             commit(change)
         else:
-            follows = self._drafter.prepare(keep=self._rows.keys(), join={row.key: _known(row, hidden)})
+            known = companion or Companion.cold(row.sequence[:-1])
+            follows = self._drafter.prepare(keep=self._rows.keys(), join={row.key: known})
             commit(change, *follows.prepared)
             follows.commit()
         self._rows[row.key] = row
@@ -293,11 +294,6 @@ class SpeculativeGroup(DecodeGroup):
             speculation.statistics.generated += 1
             if speculation.echo is not None:
                 speculation.echo.observe(event.sample.token)
-
-
-def _known(row: Row, hidden: mx.array | None) -> Companion:
-    """What a drafter is given of a row that joins: its text, and perhaps the hidden states of the end of it."""
-    return Companion(COLD, row.sequence[:-1], hidden)
 
 
 def _padded(window: Window, width: int) -> list[int]:

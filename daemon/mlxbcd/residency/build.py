@@ -32,6 +32,22 @@ from mlxbcd.state.composition import Composition, inspect
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """What decides the meaning of what a drafter keeps of a row, and whether every prefix of that is one.
+
+    Attributes:
+        directory: of the model that drafts.
+        files: as they were before they were read.
+        traits: as `Built.traits`.
+    """
+
+    directory: Path
+    files: Signatures
+    traits: dict[str, object]
+    trimmable: bool
+
+
 @dataclass(slots=True)
 class Built:
     """One model on the device. Touch the executor on the device thread only; the rest are plain values.
@@ -51,6 +67,7 @@ class Built:
         trimmable: every prefix of a row's state is a row's state.
         files: the directory's files as they were before they were read.
         traits: what decides, beside the files, what a row's state means.
+        companions: the same of what its drafter keeps; None where it has none with a state of its own.
     """
 
     executor: Executor
@@ -68,6 +85,7 @@ class Built:
     features: frozenset[Feature] = frozenset()
     files: Signatures = field(default_factory=dict)
     traits: dict[str, object] = field(default_factory=dict)
+    companions: Companions | None = None
 
     def __repr__(self) -> str:
         placement = f"alone: {self.reason}" if self.reason else "continuous"
@@ -102,17 +120,20 @@ def build(
         files = signatures(directory)
         loaded = load(directory, progress=progress, cancelled=cancelled)
         beside = _beside(loaded.bytes, progress)
+        draft_files = signatures(draft) if draft is not None else {}
         drafting = load(draft, progress=beside, cancelled=cancelled) if draft is not None else None
     except Cancelled:
         raise given_up(directory.name) from None
     try:
-        return _assemble(loaded, files, drafting)
+        built = _assemble(loaded, files, drafting)
+        built.companions = _companions(built, directory, drafting, draft, draft_files)
     except ServeError:
         raise
     except Exception as error:  # the zoo's own code, at its first forward
         raise ServeError(
             "load_failed", f"{directory.name} was loaded but cannot be run: {type(error).__name__}: {error}"
         ) from error
+    return built
 
 
 def given_up(name: str) -> ServeError:
@@ -173,15 +194,32 @@ def _assemble(loaded: Loaded, files: Signatures, drafting: Loaded | None) -> Bui
         apart=str(packs),
         trimmable=composition.batches and trimmable(composition.layouts(1)),
         files=files,
-        traits={
-            "activations": loaded.dtype,
-            "device": str(mx.default_device().type),
-            "kv": composition.kv,
-            "layers": composition.kinds,
-            "mlx": version("mlx"),
-            "mlx-lm": version("mlx-lm"),
-        },
+        traits=_traits(loaded, composition),
     )
+
+
+def _traits(loaded: Loaded, composition: Composition) -> dict[str, object]:
+    return {
+        "activations": loaded.dtype,
+        "device": str(mx.default_device().type),
+        "kv": composition.kv,
+        "layers": composition.kinds,
+        "mlx": version("mlx"),
+        "mlx-lm": version("mlx-lm"),
+    }
+
+
+def _companions(
+    built: Built, directory: Path, drafting: Loaded | None, draft: Path | None, files: Signatures
+) -> Companions | None:
+    drafter = built.executor.drafter
+    if drafter is None:
+        return None
+    whole = trimmable(drafter.kept)
+    if isinstance(drafter, ModelDrafter) and drafting is not None and draft is not None:
+        traits = _traits(drafting, drafter.composition)
+        return Companions(draft, files, traits | {"drafter": drafter.name}, trimmable=whole)
+    return Companions(directory, built.files, built.traits | {"drafter": drafter.name}, trimmable=whole)
 
 
 def _drafter(loaded: Loaded, forward: Forward, vocab_size: int) -> Drafter | None:

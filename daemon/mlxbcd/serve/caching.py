@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from mlxbc import wire
 from mlxbc.paths import cache_dir
 from mlxbcd.cache import sizes
 from mlxbcd.cache.disk import Directory, Taken
-from mlxbcd.cache.identity import Changed, identity
+from mlxbcd.cache.identity import Changed, Signatures, identity
 from mlxbcd.cache.lookups import Explained, Lease
 from mlxbcd.cache.service import PrefixCache, Space
 from mlxbcd.cache.streams import Streams
@@ -145,15 +145,27 @@ class Caches:
         assert self.cache is not None
         if self._recovery is not None:
             await asyncio.wait([self._recovery])
-        try:
-            name = await self._run(identity, path, built.files, built.traits, cache_dir() / "digests.json")
-        except (Changed, OSError) as error:
-            log.warning("states of %s are not kept: %s", resident.name, error)
+        space = await self._space(resident.name, path, built.files, built.traits, trimmable=built.trimmable)
+        if space is None:
             return None
-        space = self.cache.space(name, trimmable=built.trimmable)
+        if (drafts := built.companions) is not None:
+            space.companions = await self._space(
+                f"drafts for {resident.name}", drafts.directory, drafts.files, drafts.traits, trimmable=drafts.trimmable
+            )
         # Read on the device thread at the next row's start; one reference, so there is nothing to tear.
         built.executor.reuse.space = space
         return space
+
+    async def _space(
+        self, whose: str, directory: Path, files: Signatures, traits: Mapping[str, object], *, trimmable: bool
+    ) -> Space | None:
+        assert self.cache is not None
+        try:
+            name = await self._run(identity, directory, files, traits, cache_dir() / "digests.json")
+        except (Changed, OSError) as error:
+            log.warning("states of %s are not kept: %s", whose, error)
+            return None
+        return self.cache.space(name, trimmable=trimmable)
 
     def _see(self, model: Path, activity: Activity) -> None:
         """An engine works, or not: writing to the disk stays out of its way."""
@@ -235,11 +247,18 @@ class Caches:
             expected = expected_s(costs, policy, begin, end)
             return expected is None or seconds < expected
 
-        if not space.on_disk(ids):
-            return space.take(ids, request.caching.session, counted=False)
-        reading = asyncio.get_running_loop().run_in_executor(
-            self._threads, space.fetch, ids, worth, request.caching.session
-        )
+        session, companions = request.caching.session, space.companions if request.drafts else None
+        beside = companions is not None and companions.on_disk(ids) > 0
+        if not beside and not space.on_disk(ids):
+            return space.take(ids, session, counted=False)
+
+        def fetch() -> Lease:
+            if companions is not None and beside:
+                # Its row finds it in RAM when it joins, unless that has been needed for something else.
+                companions.fetch(ids, worth, session, counted=False).release()
+            return space.fetch(ids, worth, session)
+
+        reading = asyncio.get_running_loop().run_in_executor(self._threads, fetch)
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:
@@ -247,7 +266,7 @@ class Caches:
             raise
         except Exception as error:
             log.error("a cached state could not be read: %s", outline(error))
-            return space.take(ids, request.caching.session, counted=False)
+            return space.take(ids, session, counted=False)
 
     # -- people
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, cast
 
 import mlx.core as mx
@@ -24,7 +24,8 @@ from mlxbcd.spec.followers import Followers, FollowersChange
 from mlxbcd.spec.pace import Pace
 from mlxbcd.state.composition import Composition
 from mlxbcd.state.geometry import Key
-from mlxbcd.state.rows import COLD, Joiner, Rows, commit
+from mlxbcd.state.layout import Stored
+from mlxbcd.state.rows import COLD, Joiner, Rows, RowState, commit
 
 CHUNK: Final = 64
 """Tokens that are read at once of what is owed, so that a row with a long text holds nobody up for long."""
@@ -121,6 +122,24 @@ class ModelDrafter:
         """See `Drafter.capture`."""
         self.settle(key)
         return Companion(self._own.rows.extract(key), [])
+
+    @property
+    def kept(self) -> Sequence[Stored]:
+        """See `Drafter.kept`."""
+        return self._own.rows.layouts
+
+    def held(self, key: Key, length: int) -> RowState | None:
+        """See `Drafter.held`. What ran ahead of the target is left out, and so is what is owed."""
+        rows = self._own.rows
+        state = rows.read(key)
+        covered = min(length, state.length - self._own.ahead.get(key, 0))
+        if covered == state.length:
+            return state
+        return replace(state, length=covered) if all(layout.positional for layout in rows.layouts) else None
+
+    def revived(self, state: RowState, tokens: Sequence[int], hidden: mx.array | None) -> Companion:
+        """See `Drafter.revived`."""
+        return Companion(state, list(tokens[state.length :]))
 
     def discard(self) -> None:
         """See `Drafter.discard`."""

@@ -16,7 +16,8 @@ import mlx.core as mx
 
 from mlxbcd.sampling.sampler import RowSampler, Samplers
 from mlxbcd.state.geometry import Key
-from mlxbcd.state.rows import PreparedChange, RowState
+from mlxbcd.state.layout import Stored
+from mlxbcd.state.rows import COLD, PreparedChange, RowState
 
 LOOKUP: Final = "lookup"
 """The drafter that every model has: what followed where the row's newest tokens stand already. See `spec.echo`."""
@@ -97,6 +98,11 @@ class Companion:
         """Tokens of the row that it stands for."""
         return self.state.length + len(self.owed)
 
+    @classmethod
+    def cold(cls, tokens: Sequence[int], hidden: mx.array | None = None) -> Companion:
+        """Of a row whose tokens nothing has been done with."""
+        return cls(COLD, list(tokens), hidden)
+
 
 class Change(Protocol):
     """A drafter's half of a membership change, ready to commit."""
@@ -163,6 +169,31 @@ class Drafter(Protocol):
 
     def capture(self, key: Key) -> Companion:
         """An independent copy of a row's companion, with nothing owed."""
+        ...
+
+    @property
+    def kept(self) -> Sequence[Stored]:
+        """How what `held` gives is stored, layer by layer."""
+        ...
+
+    def held(self, key: Key, length: int) -> RowState | None:
+        """What a row's companion has to keep for later: its state, of so many of the row's tokens as its `length` says.
+
+        Args:
+            length: tokens that the target's state covers.
+
+        Returns:
+            Views, until anything of the group changes; None where there is nothing that could be used.
+        """
+        ...
+
+    def revived(self, state: RowState, tokens: Sequence[int], hidden: mx.array | None) -> Companion:
+        """The companion of a row that joins, from what was kept of its first `state.length` tokens.
+
+        Args:
+            tokens: that the target covers.
+            hidden: of the last n of them, [1, n, D], for a drafter that reads them.
+        """
         ...
 
     def discard(self) -> None:

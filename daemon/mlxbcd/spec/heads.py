@@ -23,7 +23,19 @@ from mlxbcd.spec.followers import Followers, FollowersChange
 from mlxbcd.spec.pace import Pace
 from mlxbcd.state.composition import of_keys_and_values
 from mlxbcd.state.geometry import Key
-from mlxbcd.state.rows import Rows
+from mlxbcd.state.layout import Stored
+from mlxbcd.state.recurrent import Recurrence
+from mlxbcd.state.rows import Rows, RowState
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """Stored as it is at one length: what a head has read begins where it was first asked, not at the row's start."""
+
+    positional: bool = False
+
+
+_WHOLE = _Whole()
 
 
 @dataclass(slots=True)
@@ -143,6 +155,30 @@ class HeadDrafter:
         owed = self._own.owed[key]
         hidden = mx.concatenate(owed.hidden, axis=1) if owed.hidden else None
         return Companion(self._own.rows.extract(key), list(owed.tokens), hidden)
+
+    @property
+    def kept(self) -> Sequence[Stored]:
+        """See `Drafter.kept`: entries, and the hidden states that are owed."""
+        return (_WHOLE, _WHOLE)
+
+    def held(self, key: Key, length: int) -> RowState | None:
+        """See `Drafter.held`. An entry needs the target's hidden state, so nothing of it can be left out."""
+        owed, state = self._own.owed[key], self._own.rows.read(key)
+        if not owed.tokens or not state.layers or self._own.ahead.get(key, 0):
+            return None
+        return RowState(length, (*state.layers, Recurrence((mx.concatenate(owed.hidden, axis=1),))))
+
+    def revived(self, state: RowState, tokens: Sequence[int], hidden: mx.array | None) -> Companion:
+        """See `Drafter.revived`. Where hidden states behind the kept ones are not known it begins anew."""
+        known, behind = 0 if hidden is None else hidden.shape[1], len(tokens) - state.length
+        if known < behind:
+            return Companion.cold(tokens, hidden)
+        entries, owed = state.layers
+        (whole,) = owed.slots
+        begin = state.length - whole.shape[1]
+        if hidden is not None:
+            whole = mx.concatenate([whole, hidden[:, known - behind :]], axis=1)
+        return Companion(RowState(entries.parts[0].shape[2], (entries,)), list(tokens[begin:]), whole)
 
     def discard(self) -> None:
         """See `Drafter.discard`."""

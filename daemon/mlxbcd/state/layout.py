@@ -48,17 +48,21 @@ class Prepared(Protocol):
         ...
 
 
-class Layout(Protocol):
+class Stored(Protocol):
+    """What has to be known of a layer to keep its part of a row's state elsewhere."""
+
+    @property
+    def positional(self) -> bool:
+        """Whether it stores each position by itself, so that the first part of a row's state is a row's state."""
+        ...
+
+
+class Layout(Stored, Protocol):
     """How one layer stores many rows. `place` and `length` are what the collection keeps about a row."""
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        ...
-
-    @property
-    def positional(self) -> bool:
-        """Whether it stores each position by itself, so that the first part of a row's state is a row's state."""
         ...
 
     def arrays(self) -> list[mx.array]:
