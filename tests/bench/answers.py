@@ -8,9 +8,10 @@ from time import perf_counter
 
 from bench.edits import Task
 from bench.stories import Messages
+from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.executor import Executor
 from mlxbcd.engine.runner import Leaving
-from mlxbcd.engine.scheduler import Iteration, Piece
+from mlxbcd.engine.scheduler import Iteration, Piece, Policy
 from mlxbcd.methods.events import Drawn, Event, Failed, Speculated
 from mlxbcd.plan.request import Request
 from mlxbcd.spec.drafter import LOOKUP
@@ -94,8 +95,14 @@ def answer(executor: Executor, requests: Sequence[Request]) -> Outcome:
             executor.iterate(Iteration(decode=False, piece=piece), start, (), take)
             start = []
     began = perf_counter()
-    while executor.iterate(Iteration(decode=True, piece=None), (), (), take).running:
-        pass
+    policy, costs, running = Policy(), Costs(), True
+    while running:
+        # As the scheduler lets them: no round is longer than others may have to wait.
+        longest = policy.round_s(costs.step(len(requests)))
+        report = executor.iterate(Iteration(decode=True, piece=None, step_s=longest), (), (), take)
+        for count, step_s in report.steps:
+            costs.saw_step(count, step_s)
+        running = bool(report.running)
     seconds = perf_counter() - began
     executor.iterate(Iteration(decode=False, piece=None), (), [Leaving(key) for key in rows], take)
     return Outcome(began - came, seconds, list(rows.values()), total(list(statistics.values())))

@@ -257,7 +257,13 @@ def test_a_forward_beside_a_piece_has_what_the_piece_leaves_of_the_gap() -> None
     state = State((waits("a", 30, started=True),), (Running(rows=2),), 1.0)
     iteration = decide(state, costs, Policy(decode_gap_s=0.2))
     assert iteration.step_s == pytest.approx(0.2 - 0.01 - 30 * 0.001)
-    longest = Policy().max_round_s
-    assert decide(replace(state, waiting=()), costs, Policy(decode_gap_s=0.2)).step_s == longest
+    policy = Policy(decode_gap_s=0.2, max_piece_s=0.15)
+    assert decide(replace(state, waiting=()), costs, policy).step_s == 0.15
     nobody_watches = replace(state, running=(Running(BACKGROUND),))
-    assert decide(nobody_watches, costs, Policy(decode_gap_s=0.2)).step_s == longest
+    assert decide(nobody_watches, costs, policy).step_s == 0.15
+
+
+def test_a_model_whose_steps_are_slow_still_has_rounds() -> None:
+    costs = Costs()
+    costs.saw_step(2, 0.4)
+    assert decide(State((), (Running(rows=2),), 1.0), costs, Policy(max_piece_s=0.25)).step_s == pytest.approx(1.2)

@@ -27,6 +27,8 @@ from mlxbcd.state.geometry import Key
 MOST_TOGETHER: Final = 16
 """Rows of a cohort."""
 
+_STEPS_A_ROUND: Final = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -36,9 +38,8 @@ class Policy:
         max_rows: rows in preparation and decode together; 1 for a model whose rows run alone.
         reserved_rows: of these, kept free for interactive rows, where there are more than a few.
         planned_chunk: a prompt's planned ends are multiples of this, whoever shares the machine.
-        max_piece_s: no piece is planned longer, so that a cancel is never further away; a single token may be.
-        max_round_s: no forward that verifies proposals takes longer: however many tokens it brings, nobody who comes or
-            leaves should wait longer for it.
+        max_piece_s: no piece is planned longer, so that a cancel is never further away; a single token may be. Nor is a
+            forward that verifies proposals, however many tokens it brings: see `round_s`.
         decode_gap_s: None holds the measured default, see `Costs.gap_s`.
         floor_gap_s: the smallest default gap.
         background_gap_s: while an interactive prompt is prefilled, rows that are all background step this seldom.
@@ -57,7 +58,6 @@ class Policy:
     reserved_rows: int = 2
     planned_chunk: int = 512
     max_piece_s: float = 0.25
-    max_round_s: float = 0.5
     decode_gap_s: float | None = None
     floor_gap_s: float = 0.05
     background_gap_s: float = 1.0
@@ -68,6 +68,11 @@ class Policy:
     bytes_limit: int | None = None
     bytes_most: int | None = None
     background: bool = True
+
+    def round_s(self, step_s: float) -> float:
+        """How long a forward that verifies proposals may take, where a plain step of its rows takes `step_s`: more only
+        for models so slow that there would be none."""
+        return max(self.max_piece_s, _STEPS_A_ROUND * step_s)
 
     def row_limit(self, priority: Priority) -> int:
         """Rows there may be once a row of that class has started."""
@@ -223,7 +228,7 @@ def decide(state: State, costs: Costs, policy: Policy, cohorts: Cohorts | None =
         candidates = [row for row in candidates if row.priority is not Priority.BACKGROUND]
     decode = any(not rest or row.priority is not Priority.BACKGROUND for row in state.running)
     if not candidates:
-        return Iteration(decode, None, blocked, step_s=policy.max_round_s)
+        return Iteration(decode, None, blocked, step_s=policy.round_s(costs.step(running)))
     row = _choose(candidates, state, policy)
     budget, gap = policy.max_piece_s, math.inf
     if decode:
@@ -241,7 +246,8 @@ def decide(state: State, costs: Costs, policy: Policy, cohorts: Cohorts | None =
     if cohorts is not None and piece.ends:
         beside = _companions(row, candidates, state, costs, policy, cohorts, budget)
         seconds = cohorts.expected([(each.width, each.begin or 0) for each in (piece, *beside)], costs)
-    return Iteration(decode, piece, blocked, gap, min(gap - seconds, policy.max_round_s), beside=tuple(beside))
+    step = min(gap - seconds, policy.round_s(costs.step(running)))
+    return Iteration(decode, piece, blocked, gap, step, beside=tuple(beside))
 
 
 def _piece(row: Waiting, width: int, policy: Policy) -> Piece:

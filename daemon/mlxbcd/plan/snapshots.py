@@ -13,7 +13,7 @@ LEAST: Final = 256
 """Shorter states are made again sooner than they are found."""
 INTERVAL: Final = 8192
 """Tokens between the lengths at which a long prompt's state is kept, whatever they mean."""
-STRIDE: Final = 2048
+STRIDE: Final = 512
 """The same where that costs no more than the new tokens: planned ends, and multiples of a block."""
 
 
