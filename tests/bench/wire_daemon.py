@@ -116,6 +116,7 @@ async def build(options: Options, on_fatal: Fault) -> Service:
         cast("Any", runner),
         device="none",
         dtype="float32",
+        costs_at=source.path / "nowhere" / "costs.json",
         bytes=0,
         context=_CONTEXT,
         vocab_size=tokenizer.vocab_size,
@@ -126,9 +127,7 @@ async def build(options: Options, on_fatal: Fault) -> Service:
         device, Configuration(fixed(options)), on_fatal, BlasReport("native", "nothing is multiplied")
     )
     grammars = Grammars(_no_grammars, service._workers)
-    service._residency.models[source.path] = Resident(
-        source, vocabulary, grammars, engine, built, 0.0, source.path / "nowhere" / "costs.json"
-    )
+    service._residency.models[source.path] = Resident(source, vocabulary, grammars, engine, built, 0.0)
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _report)
     return service
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from mlxbcd.engine.cohorts import Cohorts
 from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.packing import PackingRanges
-from mlxbcd.residency.learned import Learned, place, recall, remember
+from mlxbcd.residency.learned import Learned, place, recall, remember, verify_costs
 from mlxbcd.spec.costs import VerifyCosts
 
 SECONDS = st.floats(1e-6, 10.0)
@@ -104,6 +105,25 @@ def test_what_can_not_be_true_is_not_believed(tmp_path: Path, content: str, capl
     with caplog.at_level(logging.WARNING):
         assert recall(path) == Learned()
     assert len(caplog.records) == 1
+
+
+def test_what_windows_cost_is_measured_once_a_week(tmp_path: Path) -> None:
+    path, now = tmp_path / "x.json", time.time()
+    assert not verify_costs(path).known
+    costs = Costs()
+    costs.saw_piece(32, 0, 0.5)
+    for age_s, lasts in ((0.0, True), (6 * 86400.0, True), (8 * 86400.0, False), (-3600.0, False)):
+        remember(path, Learned(costs, verify=VerifyCosts({1: 0.1, 8: 0.2}, measured_at=now - age_s)))
+        again = verify_costs(path)
+        assert again.curve == ({1: 0.1, 8: 0.2} if lasts else {})
+        assert again.measured_at == (now - age_s if lasts else 0.0)
+
+
+@pytest.mark.parametrize("verify", [[1], {"curve": [[0, 1.0]]}, {"curve": [[1, -1.0]]}, {"curve": 3}, {"curve": [[1]]}])
+def test_a_curve_that_can_not_be_true_is_measured_anew(tmp_path: Path, verify: Any) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(saved(verify=verify))
+    assert not verify_costs(path).known
 
 
 @given(

@@ -13,8 +13,8 @@ lengths = st.integers(0, 40_000)
 
 
 def test_a_state_that_can_be_cut_is_kept_as_it_grows_wherever_texts_may_part() -> None:
-    assert boundaries(2048, stable=2000, shared=300, matched=700, trimmable=True) == ()
-    assert boundaries(5000, stable=4990, shared=300, matched=700, trimmable=True) == (2048, 4096)
+    assert boundaries(512, stable=500, shared=300, matched=700, trimmable=True) == ()
+    assert boundaries(1500, stable=1490, shared=300, matched=700, trimmable=True) == (512, 1024)
 
 
 def test_keeping_on_the_way_plans_no_ends_of_its_own_and_leaves_whole_blocks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -22,6 +23,7 @@ from mlxbcd.model import heads, zoo
 from mlxbcd.model.forward import Forward
 from mlxbcd.model.load import Cancelled, Loaded, context_length, load
 from mlxbcd.plan.resolve import Capabilities, Feature
+from mlxbcd.residency import learned
 from mlxbcd.spec.costs import VerifyCosts
 from mlxbcd.spec.draft_model import ModelDrafter
 from mlxbcd.spec.drafter import LOOKUP, Drafter
@@ -55,6 +57,7 @@ class Built:
     Attributes:
         device: what computes, with its library's version.
         dtype: of its activations.
+        costs_at: where what is learnt of it on this machine is kept.
         bytes: of the weights, a draft model's among them.
         context: tokens a row may hold.
         vocab_size: width of the logits.
@@ -73,6 +76,7 @@ class Built:
     executor: Executor
     device: str
     dtype: str
+    costs_at: Path
     bytes: int
     context: int
     vocab_size: int
@@ -125,7 +129,7 @@ def build(
     except Cancelled:
         raise given_up(directory.name) from None
     try:
-        built = _assemble(loaded, files, drafting)
+        built = _assemble(loaded, directory, files, drafting)
         built.companions = _companions(built, directory, drafting, draft, draft_files)
     except ServeError:
         raise
@@ -146,13 +150,15 @@ def _beside(first: int, progress: Callable[[int, int], None]) -> Callable[[int, 
     return lambda done, total: progress(first + done, first + total)
 
 
-def _assemble(loaded: Loaded, files: Signatures, drafting: Loaded | None) -> Built:
+def _assemble(loaded: Loaded, directory: Path, files: Signatures, drafting: Loaded | None) -> Built:
     forward = Forward(loaded.model)
     composition = inspect(loaded.model, str(loaded.config["model_type"]))
     vocab_size = _vocab_size(forward)
     ahead = _ahead(forward, composition, vocab_size)
     reversible = composition.batches and not composition.rollback_reason
-    verify = VerifyCosts(verify_curve(forward, composition, vocab_size)) if reversible else None
+    device = f"{mx.default_device()} mlx {version('mlx')}"
+    costs_at = learned.place(directory, device, loaded.dtype)
+    verify = _verify_costs(costs_at, forward, composition, vocab_size) if reversible else None
     packs = packing.inspect(forward, composition)
     if drafting is not None:
         if not reversible:
@@ -175,8 +181,9 @@ def _assemble(loaded: Loaded, files: Signatures, drafting: Loaded | None) -> Bui
     drafters = ((LOOKUP,) if reversible else ()) + ((drafter.name,) if drafter is not None else ())
     return Built(
         executor,
-        device=f"{mx.default_device()} mlx {version('mlx')}",
+        device=device,
         dtype=loaded.dtype,
+        costs_at=costs_at,
         bytes=loaded.bytes + (drafting.bytes if drafting is not None else 0),
         context=context_length(loaded.config),
         vocab_size=vocab_size,
@@ -195,6 +202,14 @@ def _assemble(loaded: Loaded, files: Signatures, drafting: Loaded | None) -> Bui
         trimmable=composition.batches and trimmable(composition.layouts(1)),
         files=files,
         traits=_traits(loaded, composition),
+    )
+
+
+def _verify_costs(path: Path, forward: Forward, composition: Composition, vocab_size: int) -> VerifyCosts:
+    """What is known of verifying. Measuring takes longer than the first token of a short prompt, so that is kept."""
+    known = learned.verify_costs(path)
+    return (
+        known if known.known else VerifyCosts(verify_curve(forward, composition, vocab_size), measured_at=time.time())
     )
 
 

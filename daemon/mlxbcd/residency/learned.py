@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,11 +46,19 @@ def place(directory: Path, *circumstances: str) -> Path:
     return paths.cache_dir() / "costs" / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
 
+def verify_costs(path: Path) -> VerifyCosts:
+    """With the curve that is kept there, if it can still be believed; `recall` adds the rest."""
+    try:
+        return VerifyCosts.measured(json.loads(path.read_bytes()).get("verify", {}), time.time())
+    except (OSError, ValueError, AttributeError):
+        return VerifyCosts()
+
+
 def recall(path: Path, verify: VerifyCosts | None = None) -> Learned:
     """What is kept there; nothing learnt if nothing there makes sense.
 
     Args:
-        verify: with the curve that was measured at load; it takes what is kept of verifying.
+        verify: with the curve, kept or measured at load; it takes what else is kept of verifying.
     """
     verify = verify or VerifyCosts()
     try:

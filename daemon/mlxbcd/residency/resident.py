@@ -51,7 +51,6 @@ class Resident:
     Attributes:
         grammars: those that its requests follow.
         loaded_s: seconds the load took.
-        costs_at: where what its engine learns is kept.
         users: those who are about to use it: see `Residency.use`.
         keep_alive: seconds it stays without being asked, `math.inf` for ever; None is the daemon's setting.
         touched: when somebody last began or ended to use it, in seconds of the monotonic clock.
@@ -65,7 +64,6 @@ class Resident:
     engine: Engine
     built: Built
     loaded_s: float
-    costs_at: Path
     users: int = 0
     keep_alive: float | None = None
     touched: float = field(default_factory=time.monotonic)
@@ -294,7 +292,7 @@ class Residency:
         engine = resident.engine
         verify = resident.built.verify or VerifyCosts()
         known = learned.Learned(engine.costs, engine.packing or PackingRanges(), engine.cohorts, verify)
-        await self._workers.offload(learned.remember, resident.costs_at, known)
+        await self._workers.offload(learned.remember, resident.built.costs_at, known)
         await self._device.run(resident.built.close)
         if not self._closed:
             # Weights of a few megabytes each are pieces of the C library's heap, which keeps what it is given back.
@@ -361,8 +359,7 @@ class Residency:
             words, built = await self._read_into_room(loading)
             # Reading has left pieces as large as the model itself.
             await self._workers.tidy()
-            kept = learned.place(source.path, built.device, built.dtype)
-            known = await self._workers.offload(learned.recall, kept, built.verify)
+            known = await self._workers.offload(learned.recall, built.costs_at, built.verify)
             engine = Engine(
                 self._device,
                 built.executor,
@@ -380,7 +377,7 @@ class Residency:
             self.budget.measure(source.path, "kv", lambda: engine.claimed)
             width = built.vocab_size
             grammars = Grammars(lambda: _vocabulary(words.tokenizer, width), self._workers)
-            loading.loaded = resident = Resident(source, words, grammars, engine, built, seconds, kept)
+            loading.loaded = resident = Resident(source, words, grammars, engine, built, seconds)
             resident.users = loading.waiters
             resident.draft = loading.draft.name if loading.draft is not None else ""
             self.models[source.path] = loading.loaded
