@@ -1,6 +1,8 @@
 # Everything a newcomer needs, with only Python >= 3.11, pip and make. GNU make 3.81 (macOS) is enough.
 
 PYTHON ?= python3
+# Processes that share the tests; what is timed has the machine to itself in the end. See tests/conftest.py.
+WORKERS ?= 2
 BIN    := .venv/bin
 DAEMON := .venv/.installed-daemon
 DEV    := .venv/.installed-dev
@@ -42,11 +44,11 @@ model: $(DAEMON)
 
 test: $(DEV)
 	@$(BIN)/mlxbc pull --quiet smollm2 >/dev/null || $(SAY) 'without the default model the tests that need it are skipped'
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
 
 test-all: $(DEV)
 	@$(BIN)/mlxbc pull --quiet smollm2 >/dev/null || $(SAY) 'without the default model the tests that need it are skipped'
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 lint: $(DEV)
 	@failed=0; set -x; \

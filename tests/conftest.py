@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,6 +44,9 @@ _BLAS_CACHE: Final = paths.cache_dir() / "blas"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        # The processes that run the tests start from this one's environment.
+        return
     # A shell starts what runs in the background deaf to Ctrl-C, and so would be all that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # In /tmp, because the path of a socket must be short.
@@ -74,6 +77,32 @@ def _configure_hypothesis() -> None:
     settings.register_profile("local", slow)
     settings.register_profile("ci", slow, derandomize=True, database=None, print_blob=True)
     settings.load_profile("ci" if _CI else "local")
+
+
+def _share(nodeid: str) -> str:
+    """What has to run in one process, in order. What is timed, or starts daemons, needs the machine: one share."""
+    path = nodeid.partition("::")[0]
+    alone = path.startswith(("tests/daemon/", "tests/editors/")) and not path.endswith("/test_soak.py")
+    return "alone" if alone else path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The soak takes its time however busy the machine is, so it begins at once; what needs the machine comes last.
+    first = "tests/daemon/test_soak.py"
+    items.sort(key=lambda item: (_share(item.nodeid) == "alone", not item.nodeid.startswith(first)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`, share by share, in the order of the tests."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByShare(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _share(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByShare(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -24,6 +24,9 @@ from mlxbc.errors import (
     Unauthorized,
 )
 
+SILENCE_S = 0.5
+"""Longer than anybody takes to answer, on a busy machine too."""
+
 
 @pytest.fixture
 def path() -> Iterator[Path]:
@@ -106,7 +109,7 @@ def test_silence_is_given_up_and_the_connection_survives_it(path: Path) -> None:
         session.send(wire.Pong(id=silent.id))  # too late for anybody
         session.send(wire.Pong(id=session.receive(wire.Ping).id))
 
-    with FakeDaemon(path, script), Client(path, timeout=0.05) as client:
+    with FakeDaemon(path, script), Client(path, timeout=SILENCE_S) as client:
         with pytest.raises(RequestTimeout) as raised:
             client.ping()
         assert isinstance(raised.value, TimeoutError)
@@ -122,7 +125,7 @@ def test_a_silent_stream_can_be_waited_for_again(path: Path) -> None:
         assert patient.wait(10)
         session.send(wire.Token(id=request.id, text="B"), done(request))
 
-    with FakeDaemon(path, script), Client(path, timeout=0.05) as client, client.generate("x") as stream:
+    with FakeDaemon(path, script), Client(path, timeout=SILENCE_S) as client, client.generate("x") as stream:
         with pytest.raises(RequestTimeout):
             stream.wait()
         patient.set()

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,16 +101,16 @@ def complaints(directory: Path, rendered: dict[str, bytes]) -> str:
     directory.mkdir()
     for name, unit in rendered.items():
         (directory / name).write_bytes(unit)
-    runtime = directory / "runtime"
-    runtime.mkdir(mode=0o700)
-    ended = subprocess.run(
-        [ANALYZE, "--user", "--man=no", "verify", *(str(directory / name) for name in rendered)],
-        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), "LC_ALL": "C"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    # Other packages' sockets are checked with it, so the path has to be short.
+    with tempfile.TemporaryDirectory(prefix="mlxbc-", dir="/tmp") as runtime:
+        ended = subprocess.run(
+            [ANALYZE, "--user", "--man=no", "verify", *(str(directory / name) for name in rendered)],
+            env={**os.environ, "XDG_RUNTIME_DIR": runtime, "LC_ALL": "C"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     return ended.stderr + (f"exit code {ended.returncode}" if ended.returncode else "")
 
 
