@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from mlxbcd.engine.cohorts import Cohorts
 from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.packing import PackingRanges
-from mlxbcd.residency.learned import Learned, place, recall, remember, verify_costs
+from mlxbcd.methods.autoregressive import Ahead
+from mlxbcd.residency.learned import AtLoad, Learned, at_load, place, recall, remember
 from mlxbcd.spec.costs import VerifyCosts
 
 SECONDS = st.floats(1e-6, 10.0)
@@ -107,23 +108,29 @@ def test_what_can_not_be_true_is_not_believed(tmp_path: Path, content: str, capl
     assert len(caplog.records) == 1
 
 
-def test_what_windows_cost_is_measured_once_a_week(tmp_path: Path) -> None:
+def test_what_is_tried_at_a_load_is_tried_once_a_week(tmp_path: Path) -> None:
     path, now = tmp_path / "x.json", time.time()
-    assert not verify_costs(path).known
+    assert at_load(path) is None
     costs = Costs()
     costs.saw_piece(32, 0, 0.5)
     for age_s, lasts in ((0.0, True), (6 * 86400.0, True), (8 * 86400.0, False), (-3600.0, False)):
-        remember(path, Learned(costs, verify=VerifyCosts({1: 0.1, 8: 0.2}, measured_at=now - age_s)))
-        again = verify_costs(path)
-        assert again.curve == ({1: 0.1, 8: 0.2} if lasts else {})
-        assert again.measured_at == (now - age_s if lasts else 0.0)
+        measured = AtLoad(now - age_s, Ahead.RUN, {1: 0.1, 8: 0.2})
+        remember(path, Learned(costs, load=measured))
+        assert at_load(path) == (measured if lasts else None)
+        assert recall(path).costs == costs
 
 
-@pytest.mark.parametrize("verify", [[1], {"curve": [[0, 1.0]]}, {"curve": [[1, -1.0]]}, {"curve": 3}, {"curve": [[1]]}])
-def test_a_curve_that_can_not_be_true_is_measured_anew(tmp_path: Path, verify: Any) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [[1], {}, {"curve": {"0": 1.0}}, {"curve": {"1": -1.0}}, {"curve": 3}, {"ahead": "far"}, {"at": None}, {"at": "x"}],
+)
+def test_what_no_load_can_have_measured_is_measured_anew(tmp_path: Path, wrong: Any) -> None:
     path = tmp_path / "x.json"
-    path.write_text(saved(verify=verify))
-    assert not verify_costs(path).known
+    sound = {"at": time.time(), "ahead": "build", "curve": {"1": 0.1}}
+    path.write_text(saved(load=sound))
+    assert at_load(path) == AtLoad(sound["at"], Ahead.BUILD, {1: 0.1})
+    path.write_text(saved(load=sound | wrong if wrong and isinstance(wrong, dict) else wrong))
+    assert at_load(path) is None
 
 
 @given(

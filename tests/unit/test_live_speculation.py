@@ -139,3 +139,23 @@ def wire_echo(texts: list[str]) -> wire.Generate:
     from mlxbc import request
 
     return request.build(wire.Generate, 1, prompt="x", echo=texts)
+
+
+async def test_what_was_measured_at_a_load_is_not_measured_at_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def curve(*model: object) -> dict[int, float]:
+        tried.append(model)
+        return {1: 0.5, 32: 0.75}
+
+    monkeypatch.setattr(build_module, "verify_curve", curve)
+    write_model(tmp_path / "models" / "one", seed=0)
+    for _ in range(2):
+        async with housed(tmp_path) as house:
+            await answer(house)
+            (resident,) = house.service._residency.models.values()
+            assert resident.built.verify is not None
+            assert resident.built.verify.curve == {1: 0.5, 32: 0.75}
+    assert len(tried) == 1

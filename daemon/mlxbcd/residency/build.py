@@ -24,6 +24,7 @@ from mlxbcd.model.forward import Forward
 from mlxbcd.model.load import Cancelled, Loaded, context_length, load
 from mlxbcd.plan.resolve import Capabilities, Feature
 from mlxbcd.residency import learned
+from mlxbcd.residency.learned import AtLoad
 from mlxbcd.spec.costs import VerifyCosts
 from mlxbcd.spec.draft_model import ModelDrafter
 from mlxbcd.spec.drafter import LOOKUP, Drafter
@@ -58,6 +59,7 @@ class Built:
         device: what computes, with its library's version.
         dtype: of its activations.
         costs_at: where what is learnt of it on this machine is kept.
+        measured: what this load or an earlier one found out by trying; None where nothing is tried.
         bytes: of the weights, a draft model's among them.
         context: tokens a row may hold.
         vocab_size: width of the logits.
@@ -90,6 +92,7 @@ class Built:
     files: Signatures = field(default_factory=dict)
     traits: dict[str, object] = field(default_factory=dict)
     companions: Companions | None = None
+    measured: AtLoad | None = None
 
     def __repr__(self) -> str:
         placement = f"alone: {self.reason}" if self.reason else "continuous"
@@ -154,11 +157,14 @@ def _assemble(loaded: Loaded, directory: Path, files: Signatures, drafting: Load
     forward = Forward(loaded.model)
     composition = inspect(loaded.model, str(loaded.config["model_type"]))
     vocab_size = _vocab_size(forward)
-    ahead = _ahead(forward, composition, vocab_size)
     reversible = composition.batches and not composition.rollback_reason
     device = f"{mx.default_device()} mlx {version('mlx')}"
     costs_at = learned.place(directory, device, loaded.dtype)
-    verify = _verify_costs(costs_at, forward, composition, vocab_size) if reversible else None
+    measured = learned.at_load(costs_at)
+    if measured is None or bool(measured.curve) != reversible:
+        curve = verify_curve(forward, composition, vocab_size) if reversible else {}
+        measured = AtLoad(time.time(), _ahead(forward, composition, vocab_size), curve)
+    verify = VerifyCosts(measured.curve) if reversible else None
     packs = packing.inspect(forward, composition)
     if drafting is not None:
         if not reversible:
@@ -171,7 +177,7 @@ def _assemble(loaded: Loaded, directory: Path, files: Signatures, drafting: Load
         forward,
         composition,
         vocab_size,
-        ahead,
+        measured.ahead,
         steps,
         verify=verify,
         rounds=_steps(forward) if reversible else None,
@@ -184,6 +190,7 @@ def _assemble(loaded: Loaded, directory: Path, files: Signatures, drafting: Load
         device=device,
         dtype=loaded.dtype,
         costs_at=costs_at,
+        measured=measured,
         bytes=loaded.bytes + (drafting.bytes if drafting is not None else 0),
         context=context_length(loaded.config),
         vocab_size=vocab_size,
@@ -202,14 +209,6 @@ def _assemble(loaded: Loaded, directory: Path, files: Signatures, drafting: Load
         trimmable=composition.batches and trimmable(composition.layouts(1)),
         files=files,
         traits=_traits(loaded, composition),
-    )
-
-
-def _verify_costs(path: Path, forward: Forward, composition: Composition, vocab_size: int) -> VerifyCosts:
-    """What is known of verifying. Measuring takes longer than the first token of a short prompt, so that is kept."""
-    known = learned.verify_costs(path)
-    return (
-        known if known.known else VerifyCosts(verify_curve(forward, composition, vocab_size), measured_at=time.time())
     )
 
 

@@ -13,16 +13,39 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
 
 from mlxbc import paths
 from mlxbcd.engine.cohorts import Cohorts
 from mlxbcd.engine.costs import Costs
 from mlxbcd.engine.packing import PackingRanges
+from mlxbcd.methods.autoregressive import Ahead
 from mlxbcd.spec.costs import VerifyCosts
 
 log = logging.getLogger(__name__)
 
 _VERSION = 1
+_LASTS_S: Final = 7 * 86400.0
+
+
+class AtLoad(msgspec.Struct, frozen=True):
+    """What is measured when a model is loaded, which takes longer than a first token.
+
+    Attributes:
+        at: when, in seconds of the wall clock.
+        ahead: how far its rows decode ahead.
+        curve: see `VerifyCosts.curve`.
+    """
+
+    at: float
+    ahead: Ahead
+    curve: dict[Annotated[int, msgspec.Meta(ge=1)], Annotated[float, msgspec.Meta(gt=0.0)]]
+
+
+class _Kept(msgspec.Struct):
+    load: AtLoad
 
 
 @dataclass(slots=True)
@@ -33,6 +56,7 @@ class Learned:
     packing: PackingRanges = field(default_factory=PackingRanges)
     cohorts: Cohorts = field(default_factory=Cohorts)
     verify: VerifyCosts = field(default_factory=VerifyCosts)
+    load: AtLoad | None = None
 
 
 def place(directory: Path, *circumstances: str) -> Path:
@@ -46,12 +70,13 @@ def place(directory: Path, *circumstances: str) -> Path:
     return paths.cache_dir() / "costs" / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
 
-def verify_costs(path: Path) -> VerifyCosts:
-    """With the curve that is kept there, if it can still be believed; `recall` adds the rest."""
+def at_load(path: Path) -> AtLoad | None:
+    """What an earlier load measured; None if that was long ago, since machines change, or makes no sense."""
     try:
-        return VerifyCosts.measured(json.loads(path.read_bytes()).get("verify", {}), time.time())
-    except (OSError, ValueError, AttributeError):
-        return VerifyCosts()
+        kept = msgspec.json.decode(path.read_bytes(), type=_Kept).load
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return kept if 0.0 <= time.time() - kept.at < _LASTS_S else None
 
 
 def recall(path: Path, verify: VerifyCosts | None = None) -> Learned:
@@ -84,7 +109,8 @@ def remember(path: Path, learned: Learned) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         parts = {name: getattr(learned, name).saved() for name in ("packing", "cohorts", "verify")}
-        temporary.write_text(json.dumps(learned.costs.saved() | parts))
+        load = {"load": msgspec.to_builtins(learned.load, str_keys=True)} if learned.load is not None else {}
+        temporary.write_text(json.dumps(learned.costs.saved() | parts | load))
         temporary.replace(path)
     except OSError as error:
         log.warning("measured costs can't be kept: %s", error)

@@ -290,9 +290,10 @@ class Residency:
     async def _close(self, resident: Resident) -> None:
         await resident.engine.close()
         engine = resident.engine
-        verify = resident.built.verify or VerifyCosts()
-        known = learned.Learned(engine.costs, engine.packing or PackingRanges(), engine.cohorts, verify)
-        await self._workers.offload(learned.remember, resident.built.costs_at, known)
+        built = resident.built
+        packing, verify = engine.packing or PackingRanges(), built.verify or VerifyCosts()
+        known = learned.Learned(engine.costs, packing, engine.cohorts, verify, built.measured)
+        await self._workers.offload(learned.remember, built.costs_at, known)
         await self._device.run(resident.built.close)
         if not self._closed:
             # Weights of a few megabytes each are pieces of the C library's heap, which keeps what it is given back.

@@ -2,8 +2,7 @@
 
 A *plain step* is one of pipelined decode. A *round* is a forward that somebody waits for, `width` tokens in each row,
 with all the host does around it. Rounds of one row are measured when a model is loaded; what running ones take refines
-that, and says how it is with several rows and longer contexts. All of it is kept from one load to the next, the first
-for some days.
+that, and says how it is with several rows and longer contexts. All of it is kept from one load to the next.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any, Final
 _SMOOTHING: Final = 0.2
 _OUTLIER: Final = 3.0
 """A figure this many times what was expected counts as no more: the machine was busy with something else."""
-_LASTS_S: Final = 7 * 86400.0
 _FADING: Final = 0.995
 """What each further round leaves of one that was seen: contexts grow, and what looked too dear is tried again."""
 
@@ -37,30 +35,12 @@ class VerifyCosts:
     Attributes:
         curve: of one row's rounds by width, as measured at a load; empty where nobody has measured.
         plain_s: of plain steps by rows.
-        measured_at: when the curve was, in seconds of the wall clock.
     """
 
     curve: dict[int, float] = field(default_factory=dict)
     plain_s: dict[int, float] = field(default_factory=dict)
-    measured_at: float = 0.0
     _seen: dict[tuple[int, int], _Seen] = field(default_factory=dict)
     _rounds: int = 0
-
-    @classmethod
-    def measured(cls, saved: Mapping[str, Any], now: float) -> VerifyCosts:
-        """With the curve of what `saved` gave; unknown if that is older than a week, since machines change.
-
-        Raises:
-            ValueError: it is nothing that `saved` gives.
-        """
-        try:
-            curve = {int(width): float(seconds) for width, seconds in saved.get("curve", ())}
-            at = float(saved.get("measured_at", 0.0))
-        except (AttributeError, TypeError) as error:
-            raise ValueError(f"this is no curve of verifying: {error}") from error
-        if min(curve, default=1) < 1 or not all(0.0 < one < math.inf for one in curve.values()):
-            raise ValueError("this curve of verifying can't be true")
-        return cls(curve, measured_at=at) if 0.0 <= now - at < _LASTS_S else cls()
 
     @property
     def known(self) -> bool:
@@ -80,14 +60,9 @@ class VerifyCosts:
             self._seen[rows, width] = _Seen(_smoothed(before, seconds / expected), self._rounds)
 
     def saved(self) -> dict[str, Any]:
-        """Plain values: `measured` takes the curve, `recall` what was seen of steps and rounds."""
+        """What was seen of steps and rounds as plain values, which `recall` takes. The curve is another's to keep."""
         rounds = [[rows, width, self.round(rows, width)] for rows, width in self._seen] if self.known else []
-        return {
-            "curve": [[width, seconds] for width, seconds in self.curve.items()],
-            "measured_at": self.measured_at,
-            "plain": [[rows, seconds] for rows, seconds in self.plain_s.items()],
-            "rounds": rounds,
-        }
+        return {"plain": [[rows, seconds] for rows, seconds in self.plain_s.items()], "rounds": rounds}
 
     def recall(self, saved: Mapping[str, Any]) -> None:
         """Believe what `saved` gave, until it is seen again. What was seen here already stays.
