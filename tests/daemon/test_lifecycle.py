@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from mlxbc import wire
 from mlxbc.framing import Codec
 from mlxbcd.config.settings import Settings
+from mlxbcd.config.sources import reload
 from mlxbcd.serve import logs
 from mlxbcd.serve.listen import AlreadyRunning, listen
 from mlxbcd.serve.main import main
@@ -532,6 +533,31 @@ def test_a_detached_daemon_gets_the_options_of_its_parent(line: list[str]) -> No
     assert (again.socket, settings_of(again)) == (options.socket, settings_of(options))
     assert options.config is not None
     assert len(options.config.flags) == len([word for word in line if not word.startswith("--socket")])
+
+
+def test_settings_tell_the_option_that_gave_them_also_in_the_background_and_after_a_reload() -> None:
+    line = ["--set=log.level=debug", "--model=m", "--no-preload", "--set=cache.ram=1GB", "--cache-disk=0"]
+    expected = {
+        "log.level": "--set log.level",
+        "model": "--model",
+        "preload": "--no-preload",
+        "cache.ram": "--set cache.ram",
+        "cache.disk": "--cache-disk",
+    }
+    config = parse(parse(line).options.arguments()).options.config
+    assert config is not None
+    for found in (config, reload(config, {}).config):
+        assert {key: found.origin[key] for key in found.flags} == expected
+
+
+def test_who_starts_a_daemon_hears_of_a_variable_that_is_nearly_one_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mlxbcd.serve.main._detach", lambda options, *, wait: 0)
+    monkeypatch.setenv("MLXBC_REQUEST_QUEUE", "7")
+    assert main(["--detach"]) == 0
+    told = "mlxbcd: nothing reads the variable MLXBC_REQUEST_QUEUE; did you mean MLXBC_REQUESTS_QUEUE?\n"
+    assert capsys.readouterr().err == told
 
 
 def settings_of(options: Options) -> dict[str, object]:

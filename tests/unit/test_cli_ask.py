@@ -245,13 +245,21 @@ def test_a_path_to_a_model_is_made_absolute_and_a_name_is_left_alone(path: Path)
         (["-o", "max-tokens", "1", "x"], b"", "did you mean max_tokens?"),
         (["-o", "zzz", "1", "x"], b"", "there are cache, choice, "),
         (["-o", "prompt", "1", "x"], b"", "unknown option prompt"),
-        (["-o", "temperature", "hot", "x"], b"", "option temperature: Expected `float"),
-        (["-o", "temperature", "11", "x"], b"", "option temperature: Expected `float` <= 10"),
-        (["-o", "logit_bias", "{", "x"], b"", "option logit_bias: "),
-        (["-o", "stop", "", "x"], b"", "option stop: "),
+        (["-o", "temperature", "hot", "x"], b"", "option temperature is a number from 0 to 10, not 'hot'"),
+        (["-o", "temperature", "11", "x"], b"", "option temperature is a number from 0 to 10, not '11'"),
+        (["-o", "logit_bias", "{", "x"], b"", "option logit_bias is a JSON object with a whole number from 0"),
+        (["-o", "stop", "", "x"], b"", "option stop is text of 1 to 1,024 characters, given 16 times at most"),
         (["-o", "seed", "1", "-o", "seed", "2", "x"], b"", "seed is given twice"),
         (["-o", "logprobs", "true", "x"], b"", "--json only"),
-        (["--temperature", "1", "x"], b"", "unrecognized arguments"),
+        (["-m", "", "x"], b"", "a model's name is not empty"),
+        (["--zzz", "x"], b"", "unrecognized arguments: --zzz\n"),
+        (
+            ["--temperature", "1", "x"],
+            b"",
+            "unrecognized arguments: --temperature; that is an option of the generation",
+        ),
+        (["--max-tokens=9", "x"], b"", "generation: -o max_tokens VALUE"),
+        (["--jsn", "x"], b"", "did you mean --json?"),
     ],
 )
 def test_a_usage_error_is_told_before_anything_is_asked(
@@ -260,6 +268,7 @@ def test_a_usage_error_is_told_before_anything_is_asked(
     ended = command_line.run(path, "ask", *arguments, stdin=stdin)
     assert (ended.returncode, ended.stdout) == (2, b"")
     assert complaint in ended.stderr.decode()
+    assert ended.stderr.count(b"\n") == 2, "a line that says it, and one that names the help"
 
 
 def test_logprobs_are_shown_in_json(path: Path) -> None:

@@ -88,6 +88,7 @@ def test_a_cache_that_is_off_says_so(path: Path, capsys: pytest.CaptureFixture[s
             "6 of 8 tokens would be reused, 4 of them from the disk",
         ),
         (wire.Cached(ram=0, disk=0, matched=6, why="untrimmable"), "this model's state can't be cut back"),
+        (wire.Cached(ram=0, disk=0, matched=0, why="diverges"), "0 of 8 tokens would be reused; nothing is kept that"),
         (None, "the cache doesn't apply: the request turned it off"),
     ],
 )
@@ -134,4 +135,6 @@ def test_what_makes_no_sense_is_a_usage_error(argv: list[str], path: Path, capsy
     with pytest.raises(SystemExit) as ended:
         cli.main(["cache", *argv])
     assert ended.value.code == exits.USAGE
-    assert "usage: mlxbc cache" in capsys.readouterr().err
+    complaint, hint = capsys.readouterr().err.splitlines()
+    assert complaint.startswith("mlxbc cache: error: ")
+    assert hint == "see: mlxbc cache --help"

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import command_line
 import msgspec
 import pytest
 from fake_daemon import FakeDaemon, Session
 
-from mlxbc import __version__, cli, wire
-from mlxbc.cli import exits, table
+from mlxbc import __version__, cli, variables, wire
+from mlxbc.cli import exits, explain, hints, table
+from mlxbcd.config.settings import KEYS
 
 
 @pytest.fixture
@@ -75,11 +79,68 @@ def test_version_is_told(output: Output) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("aks", "did you mean 'ask'?"), ("statsu", "'status'"), ("zzzzz", "mlxbc --help")]
+    ("name", "hint"),
+    [
+        ("aks", "did you mean 'ask'?"),
+        ("statsu", "'status'"),
+        ("zzzzz", "mlxbc --help"),
+        ("start", "mlxbc serve --detach --wait, or mlxbc service start"),
+        ("Restart", "mlxbc service restart"),
+        ("list", "mlxbc models"),
+    ],
 )
 def test_an_unknown_command_is_answered_with_the_nearest(name: str, hint: str, output: Output) -> None:
     assert cli.main([name]) == exits.USAGE
     assert hint in output()[1]
+
+
+def test_what_people_try_is_answered_with_what_there_is() -> None:
+    for word, meant in hints._OTHERWISE.items():
+        assert word not in cli.COMMANDS
+        named = re.findall(r"mlxbc ([a-z]+)", meant)
+        assert set(named) <= set(cli.COMMANDS), word
+
+
+def test_the_plan_of_what_will_not_run_has_no_times() -> None:
+    plan = wire.Plan(method="speculative", mechanism="unsupported", reason="no such drafter", chunks=[31])
+    reply = wire.Explained(
+        id=1, model="one", prompt=31, context=400, priority="normal", plan=plan, first_token_ms=120.0
+    )
+    assert explain.lines(reply) == [
+        "model     one",
+        "prompt    31 tokens of 400",
+        "priority  normal",
+        "runs      not at all: no such drafter",
+    ]
+
+
+# ------------------------------------------------------------ variables
+
+
+def test_a_variable_that_is_nearly_one_of_ours_is_told(
+    path: Path, output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXBC_SOCKT", "/nowhere")
+    monkeypatch.setenv("MLXBC_LOGLEVEL", "debug")
+    monkeypatch.setenv("MLXBC_API_KEY", "another program's")
+    cli.main(["ps"])
+    assert output()[1].splitlines()[:2] == [
+        "mlxbc: nothing reads the variable MLXBC_LOGLEVEL; did you mean MLXBC_LOG_LEVEL?",
+        "mlxbc: nothing reads the variable MLXBC_SOCKT; did you mean MLXBC_SOCKET?",
+    ]
+
+
+def test_the_names_of_variables_are_those_of_the_daemons_settings() -> None:
+    assert {key.variable for key in KEYS.values()} == variables.SETTINGS
+    assert variables.doubts(variables.OWN | variables.SETTINGS | {"PATH", "MLXBC_TEST_KILL_AT"}) == []
+
+
+def test_variables_that_are_ours_cost_no_import(path: Path) -> None:
+    program = "import sys; from mlxbc.cli import main; main(['ps']); print('mlxbc.variables' in sys.modules)"
+    for name, loaded in (("MLXBC_DATA", b"False\n"), ("MLXBC_DATTA", b"True\n")):
+        environ = command_line.environment(path, **{name: "/d"})
+        ended = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, check=True)
+        assert ended.stdout == loaded
 
 
 @pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - {"serve"}))

@@ -46,7 +46,7 @@ MAY_IMPORT: Final = {
 }
 """Each layer and the layers it may use."""
 
-WIRE: Final = {"wire", "framing", "paths", "errors"}
+WIRE: Final = {"wire", "framing", "paths", "errors", "variables"}
 """The client's modules that both sides import. `schema` is built on them for people."""
 
 OURS: Final = {"mlxbc", "mlxbcd"}

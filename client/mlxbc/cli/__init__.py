@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from mlxbc import __version__
 from mlxbc.cli import exits
@@ -47,6 +48,17 @@ COMMANDS = {
 }
 HIDDEN = ("complete",)
 """Commands for programs: not in the list."""
+_VARIABLES = ("MLXBC_SOCKET", "MLXBC_DATA", "MLXBC_CONFIG")
+"""What nearly all have who have any."""
+_TELL_THEMSELVES = ("serve", "doctor")
+"""Commands that look at the variables anyway."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaint is not the last of a dozen lines: the usage is in the help, which is named."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(exits.USAGE, f"{self.prog}: error: {message}\nsee: {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,15 +91,31 @@ def _dispatch(arguments: list[str]) -> int:
     name, *rest = arguments
     if name not in COMMANDS and name not in HIDDEN:
         return _unknown(name)
+    if name not in _TELL_THEMSELVES and name not in HIDDEN:
+        _doubt_variables()
     if name != "serve":
         import_msgspec()
     command = import_module(f"mlxbc.cli.{name}")
     if name == "serve":  # its arguments are the daemon's: not parsed here, `--help` included
         return int(command.run(rest))
-    parser = argparse.ArgumentParser(prog=f"mlxbc {name}", formatter_class=_formatter, allow_abbrev=False)
+    parser = Parser(prog=f"mlxbc {name}", formatter_class=_formatter, allow_abbrev=False)
     command.configure(parser)
     # Intermixed: words of a text may come on both sides of an option.
-    return int(command.run(parser.parse_intermixed_args(rest)))
+    args, odd = parser.parse_known_intermixed_args(rest)
+    if odd:
+        from mlxbc.cli.hints import unrecognized
+
+        parser.error(unrecognized(parser, odd))
+    return int(command.run(args))
+
+
+def _doubt_variables() -> None:
+    """Tell of variables whose names nobody reads but which are near one that is."""
+    if any(name.startswith("MLXBC_") and name not in _VARIABLES for name in os.environ):
+        from mlxbc.variables import doubts
+
+        for doubt in doubts(os.environ):
+            exits.explain(doubt)
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
@@ -101,7 +129,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 def _top() -> argparse.ArgumentParser:
     commands = "\n".join(f"  {name:<12}{summary}" for name, summary in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlxbc",
         usage="mlxbc COMMAND [ARGUMENT ...]",
         description="Ask language models that stay resident in a local daemon.",
@@ -129,11 +157,10 @@ environment:
 
 
 def _unknown(name: str) -> int:
-    from difflib import get_close_matches
+    import_msgspec()
+    from mlxbc.cli.hints import command
 
-    near = get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "see mlxbc --help"
-    exits.explain(f"unknown command {name!r}; {hint}")
+    exits.explain(f"unknown command {name!r}; {command(name, COMMANDS)}")
     return exits.USAGE
 
 

@@ -24,8 +24,9 @@ verbs:
   clear      forget everything, on the disk too, and the answers that could
              still be continued
 
-The daemon keeps the states of prompts and answers, so that what begins alike is
-not processed again. On the disk they survive a restart, and reveal the prompts
+The daemon keeps the states of prompts and answers of 256 tokens and more, and
+of shorter beginnings that several shared, so that what begins alike is not
+processed again. On the disk they survive a restart, and reveal the prompts
 to whoever can read your files: -o cache ram keeps one request off the disk, and
 -o cache none out of the cache. mlxbc config has cache.mode for all of them.
 
@@ -46,6 +47,7 @@ _WHY = {
     "on_disk": "more is on the disk",
     "short": "a few tokens are the same, which is not worth it",
 }
+_NOTHING = "nothing is kept that begins like it"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +127,8 @@ def _told(reply: _Reply) -> str:
             line = f"{cached.disk} of {reply.prompt} tokens would be reused"
             if cached.disk > cached.ram:
                 line += f", {cached.disk - cached.ram} of them from the disk"
-            return f"{line}; {_WHY.get(cached.why, cached.why)}\n"
+            why = _WHY.get(cached.why, cached.why) if cached.matched or cached.disk else _NOTHING
+            return f"{line}; {why}\n"
 
 
 def _report(found: wire.CacheReport) -> list[tuple[str, str]]:

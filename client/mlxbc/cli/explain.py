@@ -73,6 +73,9 @@ def lines(explained: wire.Explained) -> list[str]:
         "chunks": _runs(plan.chunks),
         "first token": f"{expected}, with the machine to itself" if explained.first_token_ms is not None else expected,
     }
+    if plan.mechanism == "unsupported":
+        for name in ("method", "chunks", "first token"):  # what will not be has none
+            del facts[name]
     facts |= dict.fromkeys(plan.on, "yes") | {name: f"no: {reason}" for name, reason in plan.off.items()}
     if plan.drafters:
         facts["drafts"] = f"yes: {', '.join(plan.drafters)}"

@@ -12,7 +12,6 @@ import msgspec
 from msgspec.structs import FieldInfo, fields
 
 from mlxbc import wire
-from mlxbc.misfit import said
 
 _NOT_OPTIONS = frozenset(
     {
@@ -40,6 +39,8 @@ def model_name(text: str) -> str:
 
     The daemon has another working directory, and another idea of `./model`.
     """
+    if not text:
+        raise argparse.ArgumentTypeError("a model's name is not empty")
     if text.startswith(("./", "../", "/", "~/")) or text in (".", "..") or text.endswith(".gguf"):
         return os.path.abspath(os.path.expanduser(text))
     return text
@@ -151,8 +152,10 @@ def parse(pairs: list[list[str]]) -> dict[str, Any]:
                 values[key] = msgspec.json.decode(text, type=choices[key].type)
             else:
                 values[key] = msgspec.convert(text, choices[key].type, strict=False)
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"option {key}: {said(error, choices[key].type)}") from None
+        except msgspec.MsgspecError:
+            from mlxbc.cli.kinds import misfit
+
+            raise ValueError(f"option {key} {misfit(choices[key].type, text)}") from None
     return values
 
 

@@ -127,7 +127,8 @@ def reload(config: Config, environ: Mapping[str, str] = os.environ) -> Reload:
     """
     if config.file is None:
         return Reload(config, (), ())
-    fresh = load(config.flags, environ=environ, file=config.file if config.named else None)
+    written = {key: config.origin[key] for key in config.flags}
+    fresh = load(config.flags, options=written, environ=environ, file=config.file if config.named else None)
     changed: list[str] = []
     waiting: list[str] = []
     values: dict[str, Any] = {table: getattr(fresh.settings, table) for table in TABLES}

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
-from typing import Final
 
+from mlxbc import variables
 from mlxbc.errors import ConfigError
-from mlxbcd.config.settings import KEYS
 from mlxbcd.doctor.findings import Finding, fault, note, ok
 from mlxbcd.doctor.patient import Patient
-
-_OTHERS: Final = {"MLXBC_SOCKET", "MLXBC_DATA", "MLXBC_CONFIG", "MLXBC_HTTP_TOKEN"}
-"""Variables that are no settings of the daemon."""
 
 
 def settings(patient: Patient) -> Iterator[Finding]:
@@ -24,11 +19,10 @@ def settings(patient: Patient) -> Iterator[Finding]:
     else:
         assert config.file is not None
         yield ok("settings", f"{config.file}{'' if config.file.exists() else ' (not there: all defaults)'}")
-    known = {key.variable for key in KEYS.values()} | _OTHERS
     for name in sorted(patient.environ):
-        if name.startswith("MLXBC_") and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "unset it"
+        if name.startswith(variables.PREFIX) and name not in variables.OWN | variables.SETTINGS:
+            near = variables.near(name)
+            hint = f"did you mean {near}?" if near else "unset it, unless another program reads it"
             yield note("settings", f"nothing reads the variable {name}", hint)
     running = patient.answer.settings
     if running is None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from mlxbc import variables
 from mlxbc.errors import ConfigError
 from mlxbcd.errors import ServeError
 from mlxbcd.serve import activation, logs, takeover
@@ -39,9 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.umask(0o077)
     try:
         command = parse(argv)
+        doubts = variables.doubts(os.environ)
         if command.detach:
+            for doubt in doubts:
+                sys.stderr.write(f"mlxbcd: {doubt}\n")
             return _detach(command.options, wait=command.wait)
         logs.start(command.options.log_level, command.options.log_file, command.options.log_format)
+        for doubt in doubts:
+            log.warning("%s", doubt)
     except (ConfigError, OSError) as error:
         return _complain(error)
     faulthandler.enable()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from mlxbcd.config.settings import KEYS, LOG_LEVELS, Settings
 from mlxbcd.config.sources import Config, load
@@ -33,7 +33,7 @@ _FLAGS: Final = {
     "cache.ram": "--cache-ram",
     "cache.disk": "--cache-disk",
 }
-"""Settings that have an option of their own."""
+"""Settings that have an option of their own, by which they are told if it was that which gave them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,8 @@ class Options(Settings):
         line = ["--socket", str(self.socket), *(["--replace"] if self.replace else [])]
         if self.config is not None:
             line += ["--config", str(self.config.file)] if self.config.named and self.config.file else []
-            line += [f"--set={key}={value}" for key, value in self.config.flags.items()]
+            origin = self.config.origin
+            line += [_written(key, value, origin[key]) for key, value in self.config.flags.items()]
         return line
 
 
@@ -85,22 +86,21 @@ def parse(argv: Sequence[str] | None = None) -> Command:
         if not equals:
             parser.error(f"--set takes KEY=VALUE, as in --set log.level=debug, not {assignment!r}")
         flags[key] = value
-    if found.model is not None:
-        flags["model"] = found.model
-    if not found.preload:
-        flags["preload"] = "false"
-    if found.log_level is not None:
-        flags["log.level"] = found.log_level
-    if found.log_file is not None:
-        flags["log.file"] = str(_absolute(found.log_file))
-    if found.cache_ram is not None:
-        flags["cache.ram"] = found.cache_ram
-    if found.cache_disk is not None:
-        flags["cache.disk"] = found.cache_disk
+    own = {
+        "model": found.model,
+        "preload": None if found.preload else "false",
+        "log.level": found.log_level,
+        "log.file": None if found.log_file is None else str(_absolute(found.log_file)),
+        "cache.ram": found.cache_ram,
+        "cache.disk": found.cache_disk,
+    }
+    given = {key: value for key, value in own.items() if value is not None}
+    flags |= given
+    written = {key: _FLAGS[key] for key in given}
     file = _absolute(found.config) if found.config else None
-    config = load(flags, options=_FLAGS, file=file)
+    config = load(flags, options=written, file=file)
     if found.detach and config.settings.log_file is None:
-        config = load(flags | {"log.file": _default_log()}, options=_FLAGS | {"log.file": "--detach"}, file=file)
+        config = load(flags | {"log.file": _default_log()}, options=written | {"log.file": "--detach"}, file=file)
     settings = {one.name: getattr(config.settings, one.name) for one in fields(Settings)}
     socket = _absolute(found.socket) if found.socket else _default_socket()
     return Command(
@@ -110,8 +110,23 @@ def parse(argv: Sequence[str] | None = None) -> Command:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its complaint is not the last of a dozen lines: the usage is in the help, which is named."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nsee: {self.prog} --help\n")
+
+
+def _written(key: str, value: str, origin: str) -> str:
+    """A setting as the word that says it, so that the daemon knows it from there too."""
+    if origin.startswith("--set"):
+        return f"--set={key}={value}"
+    # Without such an option it is --detach, which has decided where the log is.
+    return _FLAGS[key] if key == "preload" else f"{_FLAGS[key]}={value}"
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mlxbcd",
         description="Serve language models to this user's programs over a Unix socket.",
         epilog=_EPILOG,
