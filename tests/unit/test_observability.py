@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import command_line
 import pytest
 import pytest_asyncio
 from fake_daemon import FakeDaemon, Session
@@ -269,6 +272,39 @@ def test_a_trace_ends_after_enough_spans(path: Path, tmp_path: Path) -> None:
         assert cli.main(["trace", "--most", "5", str(tmp_path / "t.json")]) == exits.OK
     written = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert [event["ts"] for event in written if event["ph"] == "X"] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_trace_that_is_told_to_end_is_a_whole_file(path: Path, tmp_path: Path, number: signal.Signals) -> None:
+    told = threading.Event()
+
+    def script(session: Session) -> None:
+        request = session.receive(wire.Trace)
+        session.send(wire.Spans(id=request.id, spans=[wire.Span("s", "t", 1, 1)]))
+        told.set()
+        session.until_gone()
+
+    file = tmp_path / "t.json"
+    with FakeDaemon(path, script), command_line.start(path, "trace", str(file), stdin=None) as process:
+        assert told.wait(command_line.PATIENCE)
+        command_line.until_asleep(process.pid)
+        process.send_signal(number)
+        assert process.wait(command_line.PATIENCE) == exits.OK
+    assert json.loads(file.read_text())["traceEvents"][0]["ph"] == "M"
+
+
+def test_watch_prints_no_line_twice_running(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def script(session: Session) -> None:
+        request = session.receive(wire.Watch)
+        for connections in (1, 2, 3):
+            session.send(wire.Change(id=request.id, status=status(connections=connections)))
+        session.send(wire.Error(code="shutting_down", message="the daemon is stopping", id=request.id))
+
+    with FakeDaemon(path, script):
+        assert cli.main(["watch"]) == exits.OK
+        assert len(capsys.readouterr().out.splitlines()) == 1
+        assert cli.main(["watch", "--json"]) == exits.OK
+        assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def test_watch_prints_a_line_for_each_change(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

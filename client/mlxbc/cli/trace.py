@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import time
 from contextlib import suppress
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from typing import Any, TextIO
 
 _EPILOG = f"""\
-Records from now on, until Ctrl-C, --for, --most spans, or until the daemon is
-told to stop. The file is Chrome's trace format, which Perfetto
+Records from now on, until Ctrl-C or SIGTERM, --for, --most spans, or until the
+daemon is told to stop. The file is Chrome's trace format, which Perfetto
 (ui.perfetto.dev) and chrome://tracing open. Each request has a track: load,
 prepare, queue, prefill with its pieces, decode; and so has each model's device:
 iterations, decode steps with their rows, prefill forwards, and how long samples
@@ -47,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Record."""
     deadline = None if args.seconds is None else time.monotonic() + args.seconds
+    _end_well()
     # A file that is there already is only touched once there is something to write.
     with Client(client_name="mlxbc-trace") as client, _open(args.file) as file:
         exits.explain(f"recording into {args.file}; Ctrl-C ends it")
@@ -61,6 +63,13 @@ def run(args: argparse.Namespace) -> int:
             file.write("\n]}\n")
             exits.explain(f"{counted.spans} spans")
     return exits.OK
+
+
+def _end_well() -> None:
+    """Let whatever ends this command politely do what Ctrl-C does: a recording that was cut off is no JSON."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has it ignored, and that stays
+            signal.signal(number, signal.default_int_handler)
 
 
 class Counted:

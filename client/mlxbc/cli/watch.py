@@ -39,9 +39,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show it."""
     with Client(client_name="mlxbc-watch") as client:
+        last = ""
         try:
             for report in client.watch(interval_ms=args.interval):
-                print(msgspec.json.encode(report).decode() if args.json else _line(report), flush=True)
+                line = msgspec.json.encode(report).decode() if args.json else _line(report)
+                if line != last:  # what has changed need not show in a line for people
+                    print(line, flush=True)
+                last = line
         except ShuttingDown:
             exits.explain(exits.STOPPED)
     return exits.OK
