@@ -105,7 +105,16 @@ async def test_a_trace_tells_each_round_and_what_came_of_it(house: House) -> Non
 async def test_an_unknown_drafter_is_refused_by_name(house: House) -> None:
     error = await house.ask(prompt="x", draft="oracle").end()
     assert error.code == "bad_request"
-    assert error.message == "this model has no such drafter; with draft: auto it takes what it has: lookup"
+    assert error.message == "this model has no such drafter as 'oracle', only lookup; draft auto takes what there is"
+
+
+async def test_a_plan_tells_how_a_model_gets_the_drafter_that_it_lacks(house: House) -> None:
+    explained = await house.submit(wire.Explain(id=7, prompt="x", draft="model")).end()
+    assert explained.plan.mechanism == "unsupported"
+    assert explained.plan.reason == (
+        "this model has no such drafter as 'model', only lookup; draft auto takes what there is, "
+        "and a line in the table [drafts] of the settings gives it a draft model"
+    )
 
 
 @pytest.mark.parametrize(

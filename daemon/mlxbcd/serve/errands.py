@@ -17,7 +17,7 @@ from mlxbcd.plan.resolve import Feature
 from mlxbcd.residency.names import Resolved, listing
 from mlxbcd.residency.resident import Residency
 from mlxbcd.serve.caching import Caches, expected_s
-from mlxbcd.serve.explaining import plan_reply
+from mlxbcd.serve.explaining import plan_reply, refusal_text
 from mlxbcd.serve.generation import PROGRESS_S
 from mlxbcd.serve.jobs import TaskJob
 from mlxbcd.serve.preparing import Preparation, keep
@@ -86,6 +86,8 @@ class Errands:
             total = len(frozen.prompt) + len(frozen.forced)
             seconds = expected_s(engine.costs, engine.policy, found.disk if found is not None else 0, total)
             chunks = planned_chunks(frozen, engine.policy)
+            drafters = resident.built.drafters
+            refusal = "" if plan.refusal is None else refusal_text(plan.refusal, request.draft, drafters)
             job.answer(
                 wire.Explained(
                     id=request.id,
@@ -93,7 +95,7 @@ class Errands:
                     prompt=len(frozen.prompt),
                     context=resident.built.context,
                     priority=request.priority or "normal",
-                    plan=plan_reply(plan, chunks, frozen.drafts),
+                    plan=plan_reply(plan, chunks, frozen.drafts, refusal),
                     first_token_ms=None if seconds is None else round(seconds * 1e3, 1),
                     cached=wire.Cached(found.ram, found.disk, found.matched, found.why.value) if found else None,
                 )

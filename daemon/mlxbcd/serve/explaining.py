@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mlxbc import wire
-from mlxbcd.plan.resolve import Feature, Plan
+from mlxbcd.plan.resolve import Feature, Plan, Reason
 from mlxbcd.spec.statistics import Counts, Statistics
 
 
@@ -27,13 +27,36 @@ def speculation_reply(statistics: Statistics) -> wire.Speculation:
     )
 
 
-def plan_reply(plan: Plan, chunks: Sequence[int], drafters: Iterable[str]) -> wire.Plan:
-    """A plan as the wire tells it."""
-    why = plan.refusal or plan.placement
+def refusal_text(refusal: Reason, draft: str, drafters: Iterable[str]) -> str:
+    """Why a request can't run: of a drafter that is missing which one, which there are, and how there would be.
+
+    Args:
+        draft: what the request says.
+        drafters: those of its model.
+    """
+    if refusal is not Reason.NO_SUCH_DRAFTER:
+        return refusal.text
+    there = ", ".join(sorted(drafters))
+    others = f"only {there}; draft auto takes what there is" if there else "and no other; leave draft out"
+    text = f"this model has no such drafter as {draft!r}, {others}"
+    more = {
+        "model": "a line in the table [drafts] of the settings gives it a draft model",
+        "mtp": "this one takes a checkpoint with heads for it",
+    }.get(draft)
+    return f"{text}, and {more}" if more else text
+
+
+def plan_reply(plan: Plan, chunks: Sequence[int], drafters: Iterable[str], refusal: str = "") -> wire.Plan:
+    """A plan as the wire tells it.
+
+    Args:
+        refusal: more than the plan's own words, if it is one.
+    """
+    why = plan.placement
     return wire.Plan(
         method=plan.method.value,
         mechanism=plan.mechanism.value,
-        reason=why.text if why is not None else "",
+        reason=refusal or (why.text if why is not None else ""),
         on=[feature.value for feature in Feature if plan.has(feature)],
         off={feature.value: reason.text for feature, reason in plan.off.items()},
         drafters=sorted(drafters),

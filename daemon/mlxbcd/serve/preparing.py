@@ -16,11 +16,12 @@ from mlxbcd.config.settings import Settings
 from mlxbcd.errors import ServeError
 from mlxbcd.plan.freeze import freeze, needs
 from mlxbcd.plan.request import Request
-from mlxbcd.plan.resolve import Feature, Plan, Reason, resolve
+from mlxbcd.plan.resolve import Feature, Plan, resolve
 from mlxbcd.residency.names import Resolved
 from mlxbcd.residency.resident import Residency, Resident
 from mlxbcd.serve import logs
 from mlxbcd.serve.caching import Caches
+from mlxbcd.serve.explaining import refusal_text
 from mlxbcd.serve.generation import Generation
 from mlxbcd.serve.jobs import internal
 from mlxbcd.serve.prompting import Prompt, Prompter, max_tokens
@@ -187,8 +188,7 @@ class Preparation:
         wanted = needs(request, frozen.sampling, constrained=constraint is not None, cached=cached)
         plan = resolve(wanted, capabilities, _ENABLED | self._caches.features | built.features)
         if plan.refusal is not None and not isinstance(request, wire.Explain):
-            choice = f": {', '.join(sorted(built.drafters))}" if plan.refusal is Reason.NO_SUCH_DRAFTER else ""
-            raise ServeError("bad_request", plan.refusal.text + choice)
+            raise ServeError("bad_request", refusal_text(plan.refusal, request.draft, built.drafters))
         asked = built.drafters if request.draft == "auto" else (request.draft,)
         drafts = frozenset(asked if plan.has(Feature.DRAFTS) else ())
         echo = await prompter.sources(words, request.echo, built.vocab_size) if plan.has(Feature.ECHO) else ()
