@@ -129,6 +129,17 @@ def test_markdown_is_shown_on_a_terminal_and_left_alone_in_a_pipe(path: Path) ->
     assert "\x1b[?25l" not in screen  # a second Ctrl-C could not show the cursor again
 
 
+def test_numbers_of_a_list_have_their_dots_and_long_items_hang(path: Path) -> None:
+    document = "9. " + "long words " * 9 + "\n   - inner\n10. ten\n"
+    with FakeDaemon(path, Recorder(document)), OnTerminal(path, "ask", "--md", "x", COLUMNS="40") as terminal:
+        assert terminal.end() == 0
+    shown = command_line.plain(terminal.screen.decode().rpartition("\x1b[J")[2])
+    lines = [line.rstrip() for line in shown.splitlines() if line.strip()]
+    assert lines[0] == "  9. long words long words long words"
+    assert lines[1] == "     long words long words long words"
+    assert lines[-2:] == ["      • inner", " 10. ten"]
+
+
 def test_what_a_terminal_would_obey_is_shown_instead(path: Path) -> None:
     evil = "safe\x1b]0;owned\x07\x1b[2J\x9b1mtext\r\n\tend\n"
     with FakeDaemon(path, answering(evil)):

@@ -270,6 +270,29 @@ def test_another_answer_can_be_asked_for(path: Path) -> None:
     assert [request.seed for request in partner.requests] == [3, None, 3]
 
 
+def test_another_answer_can_be_drawn_at_another_temperature(path: Path) -> None:
+    partner = Partner()
+    with FakeDaemon(path, partner):
+        command_line.run(path, "chat", "-o", "temperature", "0", stdin=b"one\n/retry 0.8\n/retry hot\n/retry\n")
+    assert partner.said == [["one"]] * 3
+    assert [request.temperature for request in partner.requests] == [0, 0.8, 0]
+
+
+def test_who_gets_the_same_answer_again_hears_what_would_change_it(path: Path) -> None:
+    def script(session: Session) -> None:
+        while True:
+            request = session.receive(wire.Generate)
+            text = "another" if request.temperature else "the same"
+            session.send(accepted(request), wire.Token(id=request.id, text=text), done(request))
+
+    with FakeDaemon(path, script), OnTerminal(path, "chat") as terminal:
+        for line in ("one\n", "/retry\n", "/retry 0.8\n", "/exit\n"):
+            terminal.see(PROMPT)
+            terminal.type(line)
+        assert terminal.end() == 0
+    assert terminal.screen.count(b"that is the same answer") == 1
+
+
 def test_the_model_and_the_system_prompt_can_be_changed(path: Path) -> None:
     partner = Partner()
     with FakeDaemon(path, partner):

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _COMMANDS = """\
   /clear         forget the conversation
-  /retry         another answer to the last message
+  /retry [T]     another answer to the last message; with T, drawn at that
+                 temperature, such as 0.8
   /system TEXT   another system prompt; without TEXT, none
   /model NAME    another model; without NAME, the daemon's own choice
   /exit          leave, as /quit, /bye and Ctrl-D do
@@ -172,16 +173,25 @@ class _Chat:
 
             self._log = conversations.new()
 
-    def _retry(self, _rest: str) -> None:
+    def _retry(self, rest: str) -> None:
         if len(self._history) < 2:
             self.terminal.note("nothing has been answered yet")
             return
-        question, _answer = self._history[-2:]
+        # The same seed would give the same answer.
+        fields = {name: value for name, value in self._fields.items() if name != "seed"}
+        if rest:
+            try:
+                fields |= options.parse([["temperature", rest]])
+            except ValueError:
+                self.terminal.note("/retry takes a temperature from 0 to 10, or nothing")
+                return
+        question, before = self._history[-2:]
         self._history = self._history[:-2]
         if self._log is not None:
             self._log.take_back()
-        # The same seed would give the same answer.
-        self._answer(question.content, {name: value for name, value in self._fields.items() if name != "seed"})
+        result = self._answer(question.content, fields)
+        if result is not None and result.reason != "cancelled" and result.text == before.content:
+            self.terminal.note("that is the same answer: these settings take the likeliest words; try /retry 0.8")
 
     def _set_system(self, rest: str) -> None:
         self._system = rest or None
@@ -192,7 +202,8 @@ class _Chat:
         else:
             self._fields.pop("model", None)
 
-    def _answer(self, message: str, fields: dict[str, Any] | None = None) -> None:
+    def _answer(self, message: str, fields: dict[str, Any] | None = None) -> Result | None:
+        """Show the answer to a message, and keep both; None if there was none."""
         question = wire.Message(role="user", content=message)
         system = [] if self._system is None else [wire.Message(role="system", content=self._system)]
         try:
@@ -206,12 +217,12 @@ class _Chat:
             if not self.attended:
                 raise  # the next line of a pipe was written for an answer that never came
             exits.explain(str(error))
-            return
+            return None
         except KeyboardInterrupt:  # before there was an answer to cancel
             if not self.attended:
                 raise
             self.interrupt()
-            return
+            return None
         self._history.append(question)
         self._history.append(wire.Message(role="assistant", content=result.text))
         self._keep(message, result)
@@ -221,6 +232,7 @@ class _Chat:
             if not self.attended:
                 raise _Leave
             self.interrupted = True
+        return result
 
     def _keep(self, message: str, result: Result) -> None:
         if self._log is not None:

@@ -9,10 +9,28 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-from rich.console import Console
-from rich.markdown import Markdown
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import ListItem, Markdown
+from rich.segment import Segment
 
 _FENCES: Final = ("```", "~~~")
+
+
+class _Item(ListItem):
+    """An item of a list. Numbers have the dot that rich leaves out, so that they don't read as part of the text."""
+
+    def render_number(self, console: Console, options: ConsoleOptions, number: int, last_number: int) -> RenderResult:
+        width = len(str(last_number)) + 3
+        style = console.get_style("markdown.item.number", default="none")
+        lines = console.render_lines(self.elements, options.update(width=options.max_width - width), style=self.style)
+        for at, line in enumerate(lines):
+            yield Segment(" " * width if at else f"{number}. ".rjust(width), style)
+            yield from line
+            yield Segment("\n")
+
+
+class _Markdown(Markdown):
+    elements = {**Markdown.elements, "list_item_open": _Item}  # noqa: RUF012  # as the class has it
 
 
 class Renderer:
@@ -50,7 +68,7 @@ class Renderer:
             if not self._first:
                 self._console.print()
             # A link's target is shown rather than hidden behind a text of the model's.
-            self._console.print(Markdown(text, hyperlinks=False))
+            self._console.print(_Markdown(text, hyperlinks=False))
         self._first = self._first and last
         return capture.get()
 
