@@ -106,6 +106,11 @@ class OnTerminal:
         until_asleep(self._process.pid)
         self.type("\x03")
 
+    def kill(self, number: signal.Signals) -> None:
+        """Send a signal once the command waits."""
+        until_asleep(self._process.pid)
+        self._process.send_signal(number)
+
     def see(self, text: str) -> None:
         """Wait until the terminal has shown this after what was seen before."""
         while (found := self.screen.find(text.encode(), self._seen)) < 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -342,3 +343,19 @@ def test_the_arrow_key_brings_back_what_was_typed_in_a_chat_that_was_kept(path: 
     assert partner.said[-1] == ["a question!" if keeps else "!"]
     modes = {file.stat().st_mode & 0o777 for file in path.parent.rglob("typed")}
     assert modes == {0o600}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_was_typed_is_kept_also_when_the_window_is_closed(path: Path, number: signal.Signals) -> None:
+    with (
+        FakeDaemon(path, Partner()),
+        OnTerminal(path, "chat", "--log", HOME=str(path.parent)) as terminal,
+    ):
+        terminal.see(PROMPT)
+        terminal.type("a question\n")
+        terminal.see("answer 1")
+        terminal.see(PROMPT)
+        terminal.kill(number)
+        assert terminal.end() == 128 + number
+    (file,) = path.parent.rglob("typed")
+    assert file.read_text() == "a question\n"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
 
 from mlxbc.cli import conversations
 
@@ -25,6 +28,9 @@ def history(*, kept: bool) -> Iterator[None]:
     with contextlib.suppress(OSError):
         readline.read_history_file(path)
     before = readline.get_current_history_length()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the latter comes when the terminal's window is closed
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _leave)
     try:
         yield
     finally:
@@ -34,3 +40,8 @@ def history(*, kept: bool) -> Iterator[None]:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
             readline.set_history_length(_LINES)
             readline.append_history_file(readline.get_current_history_length() - before, path)
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    """End with the status that the signal would have given, after what was typed has been kept."""
+    raise SystemExit(128 + number)
