@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlxbcd.cache.service import PrefixCache
 from mlxbcd.engine.runner import Leaving
 from mlxbcd.engine.scheduler import Iteration, Piece
+from mlxbcd.methods.autoregressive import Row
 from mlxbcd.methods.events import Drawn, Prefilled, Speculated
 from mlxbcd.methods.speculative import SpeculativeGroup
 from mlxbcd.model import heads
@@ -28,6 +29,7 @@ from mlxbcd.residency.build import Built, build
 from mlxbcd.spec.drafter import LOOKUP, READ_OF_PROMPT, Asked, Selection
 from mlxbcd.spec.heads import HeadDrafter
 from mlxbcd.state.geometry import Key
+from mlxbcd.state.rows import Rows
 from oracle.families import CONFIGS, VOCABULARY, load
 from oracle.speculation import Play, Subject, alone, requests
 from oracle.test_speculative import covers_what_was_delivered
@@ -316,3 +318,44 @@ def test_a_heads_entries_are_kept_and_go_on_in_the_next_turn(store: Path, monkey
         text = [*text, *drawn, *(rng.randrange(VOCABULARY) for _ in range(9))]
     cache.close()
     assert cache.leases == 0
+
+
+@pytest.mark.parametrize("ago", [0, 1, 3])
+@pytest.mark.parametrize("most", [0, DEPTH], ids=["plain", "rounds"])
+def test_what_a_head_keeps_of_a_row_that_was_stopped_is_of_the_tokens_it_says(
+    store: Path, most: int, ago: int
+) -> None:
+    """Its text ended some samples ago, and steps behind them may have been under way."""
+    model = built(store / "random")
+    made = requests(6, VOCABULARY, length=20)
+    drafter = drafter_of(model)
+    play = Play(subject_of(model), drafter=drafter, depth=DEPTH)
+    group = play.group
+    assert isinstance(group, SpeculativeGroup)
+    assert group._depth is not None
+    kept: list[int] = []
+
+    def ended(row: Row, rows: Rows) -> None:
+        text = row.sequence
+        state = drafter.held(row.key, min(len(text), rows.lengths[row.key]))
+        if state is None:
+            return
+        companion = drafter.revived(state, text[: state.length], None)
+        assert companion.length == state.length <= len(text)
+        assert companion.hidden is not None
+        known = companion.hidden.shape[1]
+        hidden = model.executor.forward.hidden(mx.array([text[: state.length]]), model.executor.composition.make_stock())
+        assert mx.allclose(companion.hidden, hidden[:, -known:], atol=2e-3).item()
+        kept.append(known)
+
+    group._ended = ended
+    for key, request in made.items():
+        play.admit(key, request)
+        group._depth.most = DEPTH
+        while len(play.tokens(key)) < 6:
+            play.step()
+        group._depth.most = most
+        for _ in range(2):
+            play.step()
+        group.leave([key], play.events.extend, {key: len(play.tokens(key)) - ago})
+    assert kept or ago == 3

@@ -40,10 +40,15 @@ _WHOLE = _Whole()
 
 @dataclass(slots=True)
 class _Owed:
-    """What a row's head has not read: tokens that are covered, and their hidden states, [1, 1, D] or longer each."""
+    """What a row's head has not read: tokens that are covered, and their hidden states, [1, 1, D] or longer each.
+
+    Attributes:
+        end: so many of the row's tokens the head has been told of, these the last of them.
+    """
 
     tokens: list[int] = field(default_factory=list)
     hidden: list[mx.array] = field(default_factory=list)
+    end: int = 0
 
     @classmethod
     def of(cls, companion: Companion) -> _Owed:
@@ -51,10 +56,12 @@ class _Owed:
         owed = cls()
         if companion.hidden is not None and companion.owed:
             owed.add(companion.owed[-companion.hidden.shape[1] :], companion.hidden)
+        owed.end = companion.length
         return owed
 
     def add(self, tokens: Sequence[int], hidden: mx.array) -> None:
         self.tokens += tokens
+        self.end += len(tokens)
         self.hidden.append(hidden)
         if len(self.tokens) > READ_OF_PROMPT:
             whole = mx.concatenate(self.hidden, axis=1)[:, -READ_OF_PROMPT:]
@@ -127,7 +134,7 @@ class HeadDrafter:
             owed = self._own.owed[row.key]
             hidden[row.key] = mx.concatenate(owed.hidden, axis=1)
             tokens[row.key] = mx.array([[*owed.tokens[1:], row.pending]], dtype=mx.int32)
-            self._own.owed[row.key] = _Owed()
+            self._own.owed[row.key] = _Owed(end=owed.end)
         samplers = Samplers([row.sampler.supposing(())[0] for row in ready], self._ids)
         drafts: list[mx.array] = []
         for step in range(depth):
@@ -162,11 +169,16 @@ class HeadDrafter:
         return (_WHOLE, _WHOLE)
 
     def held(self, key: Key, length: int) -> RowState | None:
-        """See `Drafter.held`. An entry needs the target's hidden state, so nothing of it can be left out."""
+        """See `Drafter.held`. Of what is owed the end can be left out, and of entries nothing.
+
+        The target may have processed a token that nobody was told of, since the row had ended when it was drawn.
+        """
         owed, state = self._own.owed[key], self._own.rows.read(key)
-        if not owed.tokens or not state.layers or self._own.ahead.get(key, 0):
+        left = len(owed.tokens) - max(owed.end - length, 0)
+        if left <= 0 or not state.layers or self._own.ahead.get(key, 0):
             return None
-        return RowState(length, (*state.layers, Recurrence((mx.concatenate(owed.hidden, axis=1),))))
+        hidden = mx.concatenate(owed.hidden, axis=1)[:, :left]
+        return RowState(min(length, owed.end), (*state.layers, Recurrence((hidden,))))
 
     def revived(self, state: RowState, tokens: Sequence[int], hidden: mx.array | None) -> Companion:
         """See `Drafter.revived`. Where hidden states behind the kept ones are not known it begins anew."""
@@ -175,10 +187,10 @@ class HeadDrafter:
             return Companion.cold(tokens, hidden)
         entries, owed = state.layers
         (whole,) = owed.slots
-        begin = state.length - whole.shape[1]
         if hidden is not None:
             whole = mx.concatenate([whole, hidden[:, known - behind :]], axis=1)
-        return Companion(RowState(entries.parts[0].shape[2], (entries,)), list(tokens[begin:]), whole)
+        read = entries.parts[0].shape[2]
+        return Companion(RowState(read, (entries,)), list(tokens[read:]), whole)
 
     def discard(self) -> None:
         """See `Drafter.discard`."""
