@@ -772,3 +772,10 @@ async def test_status_is_answered_at_once_whatever_the_device_does(
     await held
     assert status.state == "degraded"
     assert "75 s" in status.notes[0]
+
+
+async def test_settings_that_are_read_again_while_the_daemon_ends_are_not_put_into_force(house: House) -> None:
+    """The device that would take them is gone."""
+    await house.service.close()
+    house.service.reload()
+    assert house.configuration.loads == 0

@@ -97,6 +97,7 @@ class LiveService:
         self._idle.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._warming: asyncio.Task[None] | None = None
+        self._closing = False
         configuration.tell(self._take)
 
     def __repr__(self) -> str:
@@ -156,8 +157,9 @@ class LiveService:
                 return self._answer(request, reply)
 
     def reload(self) -> None:
-        """See `contract.Service.reload`."""
-        self._configuration.reload()
+        """See `contract.Service.reload`. What ends takes no other settings."""
+        if not self._closing:
+            self._configuration.reload()
 
     async def drain(self) -> None:
         """See `contract.Service.drain`."""
@@ -168,7 +170,7 @@ class LiveService:
 
     async def close(self) -> None:
         """See `contract.Service.close`."""
-        self._standing.draining = True
+        self._closing = self._standing.draining = True
         for job in (*self._open, *self._subscriptions):
             job.failed(_stopping())
         if self._warming is not None:
