@@ -26,3 +26,10 @@ def test_one_odd_draft_moves_it_by_a_fifth() -> None:
     pace.saw(1, 1, 1.0)
     pace.saw(1, 2, 4.0)
     assert pace.expected(1, 1) == pytest.approx(1.2)
+
+
+def test_a_process_that_was_stopped_for_an_hour_did_not_draft_for_an_hour() -> None:
+    pace = Pace()
+    pace.saw(1, 1, 1.0)
+    pace.saw(1, 2, 3600.0)
+    assert pace.expected(1, 1) == pytest.approx(1.4)

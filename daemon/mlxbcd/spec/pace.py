@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 _SMOOTHING: Final = 0.2
+_OUTLIER: Final = 3.0
+"""A draft that takes this many times what was expected counts as no more: the process did not run meanwhile."""
 
 
 @dataclass(slots=True)
@@ -23,4 +25,4 @@ class Pace:
     def saw(self, rows: int, depth: int, seconds: float) -> None:
         """A draft took so long."""
         before = self._token_s.get(rows, seconds / depth)
-        self._token_s[rows] = before + _SMOOTHING * (seconds / depth - before)
+        self._token_s[rows] = before + _SMOOTHING * (min(seconds / depth, _OUTLIER * before) - before)
