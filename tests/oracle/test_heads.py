@@ -322,9 +322,7 @@ def test_a_heads_entries_are_kept_and_go_on_in_the_next_turn(store: Path, monkey
 
 @pytest.mark.parametrize("ago", [0, 1, 3])
 @pytest.mark.parametrize("most", [0, DEPTH], ids=["plain", "rounds"])
-def test_what_a_head_keeps_of_a_row_that_was_stopped_is_of_the_tokens_it_says(
-    store: Path, most: int, ago: int
-) -> None:
+def test_what_a_head_keeps_of_a_row_that_was_stopped_is_of_the_tokens_it_says(store: Path, most: int, ago: int) -> None:
     """Its text ended some samples ago, and steps behind them may have been under way."""
     model = built(store / "random")
     made = requests(6, VOCABULARY, length=20)
@@ -344,7 +342,9 @@ def test_what_a_head_keeps_of_a_row_that_was_stopped_is_of_the_tokens_it_says(
         assert companion.length == state.length <= len(text)
         assert companion.hidden is not None
         known = companion.hidden.shape[1]
-        hidden = model.executor.forward.hidden(mx.array([text[: state.length]]), model.executor.composition.make_stock())
+        hidden = model.executor.forward.hidden(
+            mx.array([text[: state.length]]), model.executor.composition.make_stock()
+        )
         assert mx.allclose(companion.hidden, hidden[:, -known:], atol=2e-3).item()
         kept.append(known)
 

@@ -68,11 +68,21 @@ def test_old_ones_and_leftovers_are_collected_and_clearing_takes_all(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_refuses_is_logged_and_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    with caplog.at_level(logging.WARNING):
-        Streams(tmp_path / "file" / "streams").save(STREAM, REQUEST, [1])
-    assert "could not be recorded" in caplog.text
+def test_a_disk_that_refuses_is_logged_once_and_when_it_works_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    streams = Streams(file / "streams")
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            streams.save(STREAM, REQUEST, [1])
+        assert "can't be recorded (Not a directory)" in caplog.text
+        file.unlink()
+        for _ in range(3):
+            streams.save(STREAM, REQUEST, [1])
+    assert [record.message for record in caplog.records[1:]] == ["generations are recorded again"]
+    assert streams.load(STREAM, REQUEST) is not None
 
 
 @pytest.mark.parametrize("point", ["record", "recorded"])

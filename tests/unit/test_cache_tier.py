@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import stat
 import threading
 import time
@@ -284,7 +285,7 @@ def test_a_disk_that_refuses_is_left_alone_and_nothing_else_notices(
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    with cache_at(tmp_path) as cache, caplog.at_level(logging.WARNING):
+    with cache_at(tmp_path) as cache, caplog.at_level(logging.INFO):
         monkeypatch.setattr(files, "_write_all", full)
         for start in range(5):
             put(cache, [start, 2, 3], SMALL)
@@ -299,6 +300,94 @@ def test_a_disk_that_refuses_is_left_alone_and_nothing_else_notices(
         put(cache, [4, 2, 3], SMALL)
         settled(cache)
         assert (tier_of(cache).trouble, cache.index.disk.nodes) == ("", 1), "after a minute it is tried again"
+        assert [record.message for record in caplog.records[1:]] == ["the cache directory can be written again"]
+
+
+@pytest.mark.parametrize("first", ["written", "read"])
+def test_a_directory_that_was_removed_is_begun_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: str
+) -> None:
+    path = tmp_path / "states"
+    with cache_at(path) as cache, caplog.at_level(logging.WARNING):
+        for start in (1, 2, 3):
+            put(cache, [start, 2, 3, 4, 5], SMALL)
+        settled(cache)
+        cache.shed(1 << 30)
+        shutil.rmtree(path)
+        if first == "read":
+            lease = space(cache).fetch([1, 2, 3, 4, 5, 6], lambda *_: True)
+            assert lease.length == 0
+            lease.release()
+            settled(cache)
+            assert found(cache, [2, 2, 3, 4, 5, 6]) == 0, "nothing of it is looked for again"
+        put(cache, [9, 2, 3, 4, 5], SMALL)
+        settled(cache)
+        assert (len(caplog.records), tier_of(cache).trouble) == (1, "")
+        assert "removed or replaced" in caplog.text
+        with pytest.raises(Taken):
+            Directory(path)
+        assert cache.leases == 0
+        put(cache, [9, 2, 3, 4, 5], SMALL)
+        settled(cache)
+    with cache_at(path) as cache:
+        assert [found(cache, [start, 2, 3, 4, 5, 6]) for start in (1, 9)] == [0, 5]
+
+
+def test_a_directory_that_was_moved_away_and_comes_back_is_taken_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, away = tmp_path / "states", tmp_path / "away"
+    with cache_at(path) as cache, caplog.at_level(logging.WARNING):
+        put(cache, [1, 2, 3, 4, 5], SMALL)
+        settled(cache)
+        path.rename(away)
+        path.write_text("no directory")
+        for start in range(5, 9):
+            put(cache, [start, 2, 3], SMALL)
+            settled(cache)
+        assert (tier_of(cache).trouble, len(caplog.records)) == ("File exists", 1)
+        path.unlink()
+        path.mkdir()
+        other = Directory(path)
+        tier_of(cache)._refused_at -= 61
+        put(cache, [5, 2, 3], SMALL)
+        settled(cache)
+        assert "another daemon" in tier_of(cache).trouble
+        assert list(path.glob(f"*{SUFFIX}")) == [], "it is another daemon's now"
+        other.close()
+        shutil.rmtree(path)
+        away.rename(path)
+        cache.shed(1 << 30)
+        tier_of(cache)._refused_at -= 61
+        put(cache, [6, 2, 3], SMALL)
+        settled(cache)
+        put(cache, [6, 2, 3], SMALL)
+        settled(cache)
+        assert tier_of(cache).trouble == ""
+        assert [found(cache, [*ids, 0]) for ids in ([1, 2, 3, 4, 5], [6, 2, 3])] == [5, 3]
+        files_there = sum(piece.stat().st_size for piece in path.glob(f"*{SUFFIX}"))
+        assert cache.index.disk.bytes == files_there
+
+
+def test_a_disk_that_was_slow_once_is_tried_again(tmp_path: Path) -> None:
+    with cache_at(tmp_path) as cache:
+        put(cache, [1, 2, 3, 4, 5, 6], SMALL)
+    with cache_at(tmp_path) as cache:
+        rate = tier_of(cache).rate
+        rate.saw(1000, 1e-3)
+        rate.saw(1000, 3600.0)
+        assert rate.seconds(1000) == pytest.approx(1.6e-3), "the machine slept"
+        rate.saw(1000, 3600.0)
+
+        def worth(begin: int, end: int, seconds: float) -> bool:
+            return seconds < 1e-2
+
+        lengths = []
+        for _ in range(20):
+            lease = space(cache).fetch([1, 2, 3, 4, 5, 6, 7], worth)
+            lengths.append(lease.length)
+            lease.release()
+        assert (lengths[0], lengths[-1]) == (0, 6)
 
 
 def test_some_of_the_disk_stays_free(tmp_path: Path) -> None:

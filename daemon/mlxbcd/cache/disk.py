@@ -7,6 +7,7 @@ Everything here blocks: it is for the writer's and the readers' threads.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -64,22 +65,8 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.chmod(0o700)
-        self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise Taken(f"another daemon uses {path}") from None
-        tag = path / "CACHEDIR.TAG"
-        if not tag.exists():
-            try:
-                tag.write_text(_TAG, encoding="utf-8")
-                leave_out_of_backups(path)
-            except OSError:
-                # A disk that is full now may have room later, and the next start tries again.
-                tag.unlink(missing_ok=True)
+        self._lock = _take(path)
+        self._locked = _identity(os.fstat(self._lock))
 
     def __repr__(self) -> str:
         return f"Directory({self.path})"
@@ -87,6 +74,24 @@ class Directory:
     def close(self) -> None:
         """Let another daemon have it."""
         os.close(self._lock)
+
+    @property
+    def lost(self) -> bool:
+        """It is gone, or something else is in its place: another daemon could have that. On any thread."""
+        try:
+            return _identity(os.stat(self.path / _LOCK, follow_symlinks=False)) != self._locked
+        except OSError as error:
+            return error.errno in (errno.ENOENT, errno.ENOTDIR)
+
+    def renew(self) -> None:
+        """Take what is in its place; it is made if there is nothing.
+
+        Raises:
+            Taken, OSError: as at first; it stays lost.
+        """
+        before, self._lock = self._lock, _take(self.path)
+        self._locked = _identity(os.fstat(self._lock))
+        os.close(before)
 
     def free(self) -> int:
         """Bytes that the file system has left for us."""
@@ -159,6 +164,37 @@ class Directory:
                 (self.path / each).unlink()
         with contextlib.suppress(OSError):
             sync(self.path)
+
+
+def _take(path: Path) -> int:
+    """Make a directory if need be, lock it, and mark it as a cache; the descriptor that holds the lock."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.chmod(0o700)
+    lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _mark(path)
+    except BaseException as error:
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            raise Taken(f"another daemon uses {path}") from None
+        raise
+    return lock
+
+
+def _mark(path: Path) -> None:
+    tag = path / "CACHEDIR.TAG"
+    if not tag.exists():
+        try:
+            tag.write_text(_TAG, encoding="utf-8")
+            leave_out_of_backups(path)
+        except OSError:
+            # A disk that is full now may have room later, and the next start tries again.
+            tag.unlink(missing_ok=True)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def _is_directory(path: Path) -> bool:

@@ -250,7 +250,10 @@ class Space:
                 missing = [node for node in match.node.path if not node.ram]
                 nbytes = sum(node.nbytes for node in missing)
                 here = cache.index.match(self._names, tokens, limit, ram_only=True).length
-                if not missing or here >= match.length or not worth(here, match.length, tier.rate.seconds(nbytes)):
+                if not missing or here >= match.length:
+                    break
+                if not worth(here, match.length, tier.rate.seconds(nbytes)):
+                    tier.rate.passed_over()
                     break
                 lease = cache._lease(match)
                 fits = cache._make_room(nbytes)

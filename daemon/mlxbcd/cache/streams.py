@@ -75,16 +75,20 @@ class Streams:
 
     Args:
         path: their directory, made at the first record.
+
+    Attributes:
+        trouble: why the last record could not be written; empty while writing works.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.trouble = ""
 
     def __repr__(self) -> str:
         return f"Streams({self.path})"
 
     def save(self, stream: str, request: str, tokens: Sequence[int], reason: str = "", stop: str | None = None) -> None:
-        """Write a record, or replace it. A disk that refuses is logged; the generation goes on."""
+        """Write a record, or replace it. A disk that refuses is logged once; the generation goes on."""
         if not _STREAM.fullmatch(stream):
             return
         record = Record(_VERSION, stream, request, keys.pack(tokens), reason, stop)
@@ -99,8 +103,14 @@ class Streams:
                 os.fsync(handle)
             part.rename(self._file(stream))
             point("recorded")
+            if self.trouble:
+                self.trouble = ""
+                log.info("generations are recorded again")
         except OSError as error:
-            log.warning("a generation could not be recorded: %s", error.strerror)
+            why = error.strerror or str(error)
+            if why != self.trouble:
+                self.trouble = why
+                log.warning("generations can't be recorded (%s); they go on all the same", why)
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final
 
 from mlxbcd.cache import eviction
-from mlxbcd.cache.disk import Directory
+from mlxbcd.cache.disk import Directory, Taken
 from mlxbcd.cache.files import Header, Unreadable, Unusable
 from mlxbcd.cache.index import Index
 from mlxbcd.cache.nodes import Node
@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 _AGAIN_S: Final = 60.0
 """Seconds to leave a disk alone that has just refused a write."""
 _SMOOTHING: Final = 0.3
+_OUTLIER: Final = 3.0
+"""A read that takes this many times what was expected counts as no more: the machine was asleep, or busy."""
+_FADING: Final = 0.9
+"""What is left of a rate each time that it is why nothing was read: what looked too slow is tried again."""
 _HEADERS: Final = 16384
 """More than a file's header takes."""
 
@@ -47,7 +51,14 @@ class ReadRate:
             return
         rate = seconds / nbytes
         before = self.seconds_per_byte
-        self.seconds_per_byte = rate if before is None else before + _SMOOTHING * (rate - before)
+        if before is not None:
+            rate = before + _SMOOTHING * (min(rate, _OUTLIER * before) - before)
+        self.seconds_per_byte = rate
+
+    def passed_over(self) -> None:
+        """Nothing was read, since that would take too long."""
+        if self.seconds_per_byte is not None:
+            self.seconds_per_byte *= _FADING
 
     def seconds(self, nbytes: int) -> float:
         """Expected for so many bytes; 0 before anything is known, so that it becomes known."""
@@ -172,6 +183,11 @@ class Tier:
         except Unreadable:
             raise
         except Unusable as error:
+            if self.directory.lost:
+                with self._lock:
+                    self.forget()
+                self.writer.submit(self._begin_anew)
+                raise
             log.warning("a piece of cached state is of no use and is removed: %s", error)
             with self._lock:
                 gone = self._index.unsave(node)
@@ -188,7 +204,23 @@ class Tier:
 
     # -- on the writer's thread
 
+    def _begin_anew(self) -> None:
+        """If somebody has removed or replaced the directory, take what is there now, unless that has just failed."""
+        if not self.directory.lost or time.monotonic() < self._refused_at + _AGAIN_S:
+            return
+        try:
+            self.directory.renew()
+            with self._lock:
+                self.forget()
+            log.warning("the cache directory has been removed or replaced; what is there now is used")
+            self.recover()
+        except Taken as error:
+            self._refused(str(error))
+        except OSError as error:
+            self._refused(error.strerror or str(error))
+
     def _save(self, node: Node) -> None:
+        self._begin_anew()
         with self._lock:
             payload = node.payload
             parent = node.parent
@@ -234,7 +266,9 @@ class Tier:
             return
         nbytes = self.directory.put(self._describe(node, payload), payload, self.writer.breathe)
         self.written += 1
-        self.trouble = ""
+        if self.trouble:
+            self.trouble = ""
+            log.info("the cache directory can be written again")
         parent = node.parent
         assert parent is not None
         with self._lock:
