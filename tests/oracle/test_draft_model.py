@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import mlx.core as mx
@@ -15,10 +16,10 @@ from mlxbcd.sampling.sampler import RowSampler
 from mlxbcd.spec.draft_model import CHUNK, ModelDrafter
 from mlxbcd.spec.drafter import Asked, Selection
 from mlxbcd.state.composition import inspect
-from mlxbcd.state.geometry import Key
+from mlxbcd.state.geometry import Key, capacity_for
 from mlxbcd.state.rows import COLD, Joiner, Rows, commit
 from oracle.families import CONFIGS, VOCABULARY, load
-from oracle.speculation import Play, requests
+from oracle.speculation import Play, alone, requests
 from oracle.test_speculative import (
     PLAIN,
     RECURRENT,
@@ -133,6 +134,21 @@ def test_companions_cover_what_the_target_covers_whatever_happens(name: str) -> 
                 assert drafter._own.rows.lengths[key] + len(drafter._own.owed[key]) == covered
                 if rng.random() < 0.2:
                     check_companion(drafter, key, [*made[key].prompt, *play.tokens(key)])
+
+
+def test_rows_outgrow_their_room_in_the_middle_of_a_draft_whatever_their_layers_see() -> None:
+    """What a window no longer holds of a row that moves can't be taken back."""
+    rng, room = random.Random(9), capacity_for(100)
+    made = {
+        key: dataclasses.replace(request, prompt=tuple(rng.randrange(VOCABULARY) for _ in range(room - 12 + i)))
+        for i, (key, request) in enumerate(requests(6, VOCABULARY, length=30).items())
+    }
+    drafter = drafter_of(WINDOWED, selection=Selection.LIKELIEST)
+    play = Play(subject(WINDOWED), drafter=drafter, depth=DEPTH)
+    play.run(made, together=3, check=covers_what_was_delivered)
+    for key, request in made.items():
+        assert play.tokens(key) == alone(subject(WINDOWED), request)
+    assert any(play.statistics(key).accepted < play.statistics(key).drafted for key in made)
 
 
 def check_companion(drafter: ModelDrafter, key: Key, text: list[int]) -> None:

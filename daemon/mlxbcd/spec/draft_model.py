@@ -90,6 +90,7 @@ class ModelDrafter:
             return [[] for _ in rows]
         began = time.perf_counter()
         inputs = {row.key: [*self._own.owed[row.key], row.pending] for row in ready}
+        self._own.make_room({key: len(tokens) + depth - 1 for key, tokens in inputs.items()})
         last = self._feed(inputs, {key: len(tokens) for key, tokens in inputs.items()})
         samplers = Samplers([row.sampler.supposing(())[0] for row in ready], self._ids)
         drafts: list[mx.array] = []

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from mlxbcd.spec.drafter import Companion
 from mlxbcd.state.geometry import Key
-from mlxbcd.state.rows import Joiner, PreparedChange, Rows
+from mlxbcd.state.rows import Joiner, PreparedChange, Rows, commit
 
 Owed = TypeVar("Owed")
 """What a drafter needs to catch up with the target."""
@@ -38,6 +38,14 @@ class Followers(Generic[Owed]):
         kept = [key for key in self.rows.order if key in keep]
         joiners = [Joiner(key, companion.state, companion.length + 1) for key, companion in join.items()]
         return FollowersChange(self, [self.rows.prepare(keep=kept, join=joiners)], set(kept), dict(join))
+
+    def make_room(self, more: Mapping[Key, int]) -> None:
+        """Let rows that are about to take so many more tokens have the room before the first of them: of one that moves
+        later, what a window no longer sees would be lost, and could not be seen again once these are taken back."""
+        rows = self.rows
+        room = {key: rows.lengths[key] + n for key, n in more.items()}
+        if any(wanted > rows.place(key).group.capacity for key, wanted in room.items()):
+            commit(rows.prepare(room=room))
 
     def resolve(self, key: Key, kept: int) -> int:
         """Keep at most so much of what a row ran ahead, and cut the rest off; how much there was to keep."""
