@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mlxbc import __version__, wire
-from mlxbc.errors import ConnectionLost, FrameTooLarge, MlxbcError, ProtocolMismatch, from_wire
+from mlxbc.errors import BadRequest, ConnectionLost, FrameTooLarge, MlxbcError, ProtocolMismatch, from_wire
 from mlxbc.framing import Codec, FrameError, Inbound, frame
 
 T = TypeVar("T")
@@ -67,6 +67,7 @@ class Exchange:
         """The bytes of a request.
 
         Raises:
+            BadRequest: it holds what no message can say.
             FrameTooLarge: the daemon has said that it would refuse them.
         """
         limit = self.welcome.max_frame if self.welcome else wire.FRAME_LIMIT
@@ -74,6 +75,10 @@ class Exchange:
             data = frame(request, Codec.MSGPACK)
         except FrameError:
             raise FrameTooLarge(f"a request has at most {wire.FRAME_CEILING} bytes; send less text") from None
+        except UnicodeEncodeError:
+            raise BadRequest("a text of the request is not UTF-8") from None
+        except RecursionError:
+            raise BadRequest("a value of the request is nested too deeply") from None
         if len(data) - 4 > limit:
             raise FrameTooLarge(f"the request has {len(data) - 4} bytes, the daemon takes {limit}; send less text")
         return data

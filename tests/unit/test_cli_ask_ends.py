@@ -157,13 +157,26 @@ def test_a_full_disk_is_an_io_error(path: Path) -> None:
     assert b"Traceback" not in ended.stderr
 
 
-def test_a_closed_standard_output_is_an_io_error(path: Path) -> None:
-    command = f"exec {sys.executable} -m mlxbc ask hi <&- >&-"
+@pytest.mark.parametrize("arguments", ["ask hi", "log path", "config path", "completion bash"])
+def test_a_closed_standard_output_is_an_io_error(path: Path, arguments: str) -> None:
+    command = f"exec {sys.executable} -m mlxbc {arguments} <&- >&-"
     ended = subprocess.run(
         ["sh", "-c", command], env=command_line.environment(path), stderr=subprocess.PIPE, check=False
     )
-    assert ended.returncode == 74
-    assert b"standard output is closed" in ended.stderr
+    assert (ended.returncode, ended.stderr) == (74, b"mlxbc: standard output is closed\n")
+
+
+def test_what_no_message_can_say_is_a_usage_error(path: Path) -> None:
+    """Texts that are not UTF-8, and values without a bottom."""
+    deep = '{"a":' * 9000 + "1" + "}" * 9000
+    odd = [["?", b"\xff"], ["-s", b"\xff", "?"], ["-o", "stop", b"\xff", "?"], ["-o", "schema", deep, "?"]]
+    for arguments in odd:
+        with FakeDaemon(path, lambda session: None):
+            ended = command_line.run(path, "ask", *arguments)
+        assert ended.returncode == 2, ended.stderr
+        said = ended.stderr.decode()
+        assert "is not UTF-8" in said or "nested too deeply" in said
+        assert "Traceback" not in said
 
 
 # ------------------------------------------------------------ Ctrl-C

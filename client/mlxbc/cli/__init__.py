@@ -8,6 +8,7 @@ importing.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -64,6 +65,8 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the return value is the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:
+        sys.stdout = _Closed()
     try:
         code = _dispatch(arguments)
         _flush()
@@ -164,6 +167,13 @@ def _unknown(name: str) -> int:
     return exits.USAGE
 
 
+class _Closed(io.TextIOBase):
+    """Standard output where there is none."""
+
+    def write(self, text: str) -> int:
+        raise OSError("standard output is closed")
+
+
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         # A language server closes the streams that it was given, once it is told to leave.
@@ -173,7 +183,7 @@ def _flush() -> None:
 
 def _abandon_output() -> None:
     """What is still buffered cannot be written: don't let the interpreter try once more as it exits."""
-    if sys.stdout is not None:
+    if sys.stdout.writable():
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

@@ -156,6 +156,10 @@ def parse(pairs: list[list[str]]) -> dict[str, Any]:
             from mlxbc.cli.kinds import misfit
 
             raise ValueError(f"option {key} {misfit(choices[key].type, text)}") from None
+        except RecursionError:
+            raise ValueError(f"option {key} is nested too deeply") from None
+        except UnicodeEncodeError:
+            raise ValueError(f"option {key} is not UTF-8") from None
     return values
 
 

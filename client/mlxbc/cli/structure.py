@@ -37,7 +37,7 @@ def calls(tool_calls: list[wire.ToolCall]) -> str:
     for call in tool_calls:
         try:
             arguments = msgspec.json.decode(call.arguments)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             arguments = call.arguments
         lines.append(msgspec.json.encode({"name": call.name, "arguments": arguments, "id": call.id}).decode() + "\n")
     return "".join(lines)

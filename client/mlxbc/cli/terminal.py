@@ -37,7 +37,7 @@ class Terminal:
     """
 
     def __init__(self, *, quiet: bool = False, reasoning: bool = True) -> None:
-        if sys.stdout is None:
+        if not sys.stdout.writable():
             raise OSError("standard output is closed")
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a locale without this character is no reason to stop
