@@ -73,3 +73,8 @@ def test_a_full_log_is_rotated_and_all_of_its_files_are_private(
     assert [file.name for file in files] == ["log", "log.1", "log.2"]
     assert all(file.stat().st_size <= 1000 for file in files)
     assert "line 99" in files[0].read_text()
+
+
+def test_no_name_begins_a_line_of_the_log() -> None:
+    record = logging.LogRecord("a", logging.INFO, "f", 1, "for %s: done", ("me\n2030 INFO a: \x1b[2Jünü",), None)
+    assert logs.Text().format(record).endswith("INFO a: for me\\n2030 INFO a: \\x1b[2Jünü: done")

@@ -58,7 +58,11 @@ class Text(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`; the request's id goes in front of the message."""
+        """See `logging.Formatter`; the request's id goes in front of the message.
+
+        Names that clients give may be in that, and must not look like a line of its own.
+        """
+        record.message = one_line(record.message)
         request = getattr(record, "request", "")
         line = super().formatMessage(record)
         return line.replace(": ", f": [{request[:8]}] ", 1) if request else line
@@ -92,6 +96,13 @@ def make_private(file: Path) -> None:
     """
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
+
+
+def one_line(text: str) -> str:
+    """A text whose characters are all to be seen, the others escaped."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def where(error: BaseException) -> str:
