@@ -425,6 +425,13 @@ async def test_a_model_that_can_not_pack_never_does() -> None:
         assert not any(iteration.packed for iteration in await mixes(bench, prompts=30))
 
 
+async def test_an_hour_in_which_the_process_was_stopped_is_nobodys() -> None:
+    async with running() as bench:
+        report = Report(((2, 3600.0),), PieceCost(8, 0, 3600.0))
+        bench.engine._charge(_Bill({"a": 8}, {"b": 1, "c": 1}), report)
+        assert bench.engine._served == pytest.approx({"a": 1.0, "b": 0.5, "c": 0.5})
+
+
 async def test_the_time_of_a_packed_forward_is_charged_by_what_its_parts_are_expected_to_take() -> None:
     async with running(packing=PackingRanges()) as bench:
         for _ in range(9):

@@ -34,6 +34,10 @@ log = logging.getLogger(__name__)
 
 _ALLOWANCE: Final = 1.2
 """Times the decode gap that a forward may take which is run to learn from; it is a rare one."""
+_MOST_CHARGED_S: Final = 1.0
+_MOST_CHARGED_PIECES: Final = 4.0
+"""What an iteration's forwards of one kind are charged at most, in seconds or in pieces' time, whichever is more: what
+takes longer was a process that was stopped, or swapped out, and its client would wait for as long again."""
 
 
 class Activity(Enum):
@@ -342,6 +346,8 @@ class Engine:
             own = self._step_share(report.mixed) if rows else 0.0
             prefill += (1 - own) * report.mixed.seconds
             seconds += own * report.mixed.seconds
+        most = max(_MOST_CHARGED_S, _MOST_CHARGED_PIECES * self._policy.max_piece_s)
+        seconds, prefill = min(seconds, most), min(prefill, most)
         for client, tokens in bill.pieces.items():
             self._pay(client, prefill * tokens / sum(bill.pieces.values()))
         for client, count in bill.rows.items():
