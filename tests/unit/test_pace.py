@@ -33,3 +33,10 @@ def test_a_process_that_was_stopped_for_an_hour_did_not_draft_for_an_hour() -> N
     pace.saw(1, 1, 1.0)
     pace.saw(1, 2, 3600.0)
     assert pace.expected(1, 1) == pytest.approx(1.4)
+
+
+def test_a_first_draft_that_waited_for_the_weights_is_forgotten_with_the_next() -> None:
+    pace = Pace()
+    pace.saw(1, 1, 100.0)
+    pace.saw(1, 1, 0.1)
+    assert pace.expected(1, 1) == pytest.approx(0.26)

@@ -7,7 +7,8 @@ from typing import Final
 
 _SMOOTHING: Final = 0.2
 _OUTLIER: Final = 3.0
-"""A draft that takes this many times what was expected counts as no more: the process did not run meanwhile."""
+"""A draft that takes this many times what was expected counts as no more: the process did not run meanwhile. And where
+one takes so much less, what was expected was never true: the first one reads the weights from the disk."""
 
 
 @dataclass(slots=True)
@@ -24,5 +25,6 @@ class Pace:
 
     def saw(self, rows: int, depth: int, seconds: float) -> None:
         """A draft took so long."""
-        before = self._token_s.get(rows, seconds / depth)
-        self._token_s[rows] = before + _SMOOTHING * (min(seconds / depth, _OUTLIER * before) - before)
+        token_s = seconds / depth
+        before = min(self._token_s.get(rows, token_s), _OUTLIER * token_s)
+        self._token_s[rows] = before + _SMOOTHING * (min(token_s, _OUTLIER * before) - before)
