@@ -185,3 +185,20 @@ def test_a_wrong_file_changes_nothing_and_people_are_told(file: Path, loaded: Lo
 def test_settings_without_a_file_stay() -> None:
     config = fixed(load(environ={}).settings)
     assert reload(config).changed == ()
+
+
+def test_a_home_that_is_no_directory_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As accounts of services have it."""
+    monkeypatch.setattr("mlxbcd.config.sources.config_dir", lambda: Path("/dev/null/.config/mlxbc"))
+    assert load(environ={}).settings.model is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs to see open files")
+def test_a_directory_in_the_place_of_the_file_costs_nothing(tmp_path: Path) -> None:
+    config = load(environ={})
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="Is a directory"):
+            load(environ={}, file=tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert config.file is not None

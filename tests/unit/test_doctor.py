@@ -16,7 +16,7 @@ from tiny_directory import write_model
 
 from mlxbc import __version__, wire
 from mlxbcd.doctor.examine import CHECKS, examine
-from mlxbcd.doctor.findings import Finding, Level
+from mlxbcd.doctor.findings import Finding, Level, make_usable
 from mlxbcd.doctor.machine import program as named
 from mlxbcd.doctor.patient import Answer, Patient
 from mlxbcd.machine.memory import Footprint, Pressure
@@ -349,6 +349,18 @@ def test_errors_of_the_log_since_the_last_start_are_told_and_older_ones_are_not(
     log.chmod(0o600)
     told = [finding.text for finding in examine(patient) if finding.about == "log"]
     assert told == ["since the last start: a new one", "since the last start: another one"]
+
+
+def test_nobody_is_told_to_take_over_what_is_not_theirs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = home / ".cache"
+    theirs.mkdir(exist_ok=True)
+    monkeypatch.setenv("HOME", str(home))
+    assert make_usable(theirs / "mlxbc", theirs) == f"chown -R $(id -u) {theirs}"
+    assert make_usable(Path("/dev"), Path("/dev")) == "chown -R $(id -u) /dev", "they have named it"
+    for odd, there in (("/nowhere", "/"), ("/dev/null", "/dev/null"), (str(home), str(home)), ("/", "/")):
+        monkeypatch.setenv("HOME", odd)
+        wanted = Path(odd) / ".cache" / "mlxbc"
+        assert make_usable(wanted, Path(there)) == f"let HOME be a directory of yours, or make {wanted} one"
 
 
 def test_variables_that_nothing_reads_are_told(patient: Patient) -> None:

@@ -168,13 +168,12 @@ def entries(config: Config) -> Iterator[Entry]:
 def _read(path: Path, *, needed: bool) -> dict[str, Any]:
     """The file's values by key, nothing of them checked but their names."""
     try:
-        # Opening a pipe would wait for whoever writes into it.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        with open(path, "rb", opener=_open) as opened:
             found = os.fstat(opened.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_size > _LONGEST:
                 raise ConfigError(f"{path} is not a file of settings")
             text = opened.read(_LONGEST + 1).decode()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if needed:
             raise ConfigError(f"there is no file {path}; mlxbc config init writes one") from None
         return {}
@@ -186,6 +185,11 @@ def _read(path: Path, *, needed: bool) -> dict[str, Any]:
         return dict(_flat(path, tomllib.loads(text)))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _open(path: str, flags: int) -> int:
+    # Opening a pipe would wait for whoever writes into it.
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _flat(path: Path, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

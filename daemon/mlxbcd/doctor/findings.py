@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -53,3 +55,16 @@ def note(about: str, text: str, fix: str = "") -> Finding:
 def fault(about: str, text: str, fix: str) -> Finding:
     """Something is wrong, and `fix` mends it."""
     return Finding(about, Level.FAULT, text, fix)
+
+
+def make_usable(wanted: Path, there: Path) -> str:
+    """What gives this user a directory. Never to take over what may be anybody's, such as the root of the file system.
+
+    Args:
+        wanted: the directory.
+        there: the innermost part of its path that exists.
+    """
+    home = Path(os.path.expanduser("~"))
+    if there.is_dir() and (there == wanted or (home in there.parents and home != Path("/"))):
+        return f"chown -R $(id -u) {there}"
+    return f"let HOME be a directory of yours, or make {wanted} one"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from mlxbcd.doctor.findings import Finding, fault, note, ok
+from mlxbcd.doctor.findings import Finding, fault, make_usable, note, ok
 from mlxbcd.doctor.patient import Patient
 
 _TAIL_BYTES: Final = 64 * 1024
@@ -24,7 +24,7 @@ def history(patient: Patient) -> Iterator[Finding]:
     path = patient.log()
     directory = next((one for one in path.parents if one.exists()), Path("/"))
     if not os.access(directory, os.W_OK | os.X_OK):
-        yield fault("log", f"{directory} can't be written by you", f"chown -R $(id -u) {directory}")
+        yield fault("log", f"{directory} can't be written by you", make_usable(path.parent, directory))
         return
     try:
         found = path.stat()

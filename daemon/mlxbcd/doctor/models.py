@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlxbc import paths
 from mlxbc.errors import ConfigError
-from mlxbcd.doctor.findings import Finding, fault, ok
+from mlxbcd.doctor.findings import Finding, fault, make_usable, ok
 from mlxbcd.doctor.patient import Patient
 from mlxbcd.engine.budget import limits
 from mlxbcd.errors import ServeError
@@ -72,7 +72,7 @@ def _places() -> Iterator[Finding]:
         if at is None:
             continue
         if not os.access(at, os.R_OK | os.X_OK | (0 if what == "the hub's cache" else os.W_OK)):
-            yield fault("models", f"{what} ({at}) can't be used by you", f"chown -R $(id -u) {at}")
+            yield fault("models", f"{what} ({at}) can't be used by you", make_usable(directory, at))
             continue
         disk = os.statvfs(at)
         if disk.f_bavail * disk.f_frsize < _LEAST_FREE:

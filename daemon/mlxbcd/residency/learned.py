@@ -94,7 +94,7 @@ def recall(path: Path, verify: VerifyCosts | None = None) -> Learned:
         # Last, since it changes what is given only if it believes all of it.
         verify.recall(kept.get("verify", {}))
         return learned
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return Learned(verify=verify)
     except (OSError, ValueError) as error:
         log.warning("measured costs are not taken from %s: %s", path.name, error)
