@@ -33,6 +33,7 @@ _ANSWER = 4
 _UNDISTURBED = 24
 """Pieces of text that every decoder has had when the long prompt joins."""
 _ENDLESS = 4000
+_ATTEMPTS = 5
 _CURVE_MS = (250, 500, 1000, 2000)
 
 
@@ -102,17 +103,12 @@ async def _measure(side: Side, settings: Settings, *, alone: bool = False) -> Jo
     solo = 0.0
     if alone:
         solo = (await side.hold(Chat(chat(words, f"{secrets.token_hex(4)}solo", 99), _ANSWER))).first
-    nonce = secrets.token_hex(4)
-    decoders = [Chat(chat(12, f"{nonce}{seed}", seed), _ENDLESS) for seed in range(DECODERS)]
-    running = [asyncio.create_task(side.hold(decoder)) for decoder in decoders]
+    decoders, running = await _decoders(side, settings)
     try:
-        await all_flowing(decoders, running, settings.pick(_UNDISTURBED, 6))
-        joiner = Chat(chat(words, f"{nonce}long", 99), _ANSWER)
+        joiner = Chat(chat(words, f"{secrets.token_hex(4)}long", 99), _ANSWER)
         await side.hold(joiner)
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await _end(running)
     first = joiner.sent + joiner.first
     begun = max(decoder.arrivals[0] for decoder in decoders)
     before = [gap for each in decoders for gap in gaps_during(each.arrivals, begun, joiner.sent)]
@@ -120,6 +116,28 @@ async def _measure(side: Side, settings: Settings, *, alone: bool = False) -> Jo
     if not before or not during:
         raise RuntimeError("no decoder was still running when the long prompt joined")
     return Joined(before, during, joiner.first, joiner.ended - joiner.sent, solo, joiner.prompt)
+
+
+async def _decoders(side: Side, settings: Settings) -> tuple[list[Chat], list[asyncio.Task[Chat]]]:
+    """Four answers under way. Some chats end after a word, so it is tried with others."""
+    for attempt in range(_ATTEMPTS):
+        nonce = secrets.token_hex(4)
+        decoders = [Chat(chat(12, f"{nonce}{seed}", seed), _ENDLESS) for seed in range(DECODERS)]
+        running = [asyncio.create_task(side.hold(decoder)) for decoder in decoders]
+        try:
+            await all_flowing(decoders, running, settings.pick(_UNDISTURBED, 6))
+            return decoders, running
+        except RuntimeError:
+            await _end(running)
+            if attempt + 1 == _ATTEMPTS:
+                raise
+    raise AssertionError("unreachable")
+
+
+async def _end(running: Sequence[asyncio.Task[Chat]]) -> None:
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 def _against(name: str, ours: Joined, theirs: Joined, version: str, times: float) -> list[Row]:

@@ -26,6 +26,11 @@ _LEARNS: Final = 0.998
 _FIRMNESS: Final = 12.0
 """How fast a row's rates and those of its kind of request forget, and how many observations each one's prior counts."""
 
+_STRANGER: Final = 2.0
+_STRANGEST: Final = 3.0
+_EASING: Final = 0.95
+"""Times what is expected: that the first round after a join may take, that any may be taken to; and what a step leaves
+of that."""
 _FIXED: Final = 4
 """Proposals of an echoed span while nobody knows what verifying costs."""
 
@@ -96,6 +101,7 @@ class Proposer:
         self._drafter = drafter
         self._depth = depth
         self._beliefs: dict[str, dict[Origin, Rates]] = {}
+        self._strain = 1.0
 
     def __repr__(self) -> str:
         return f"Proposer({'no drafter' if self._drafter is None else self._drafter.name})"
@@ -113,6 +119,15 @@ class Proposer:
         echo = Echo(row.sequence, request.echo, rates=rates, own=own) if own or request.echo else None
         return Speculation(echo, drafts=self._drafter is not None and self._drafter.name in request.drafts)
 
+    def joined(self) -> None:
+        """A row has joined: with a long context it makes every window dearer than any that was measured."""
+        self._strain = max(self._strain, _STRANGER)
+
+    def took(self, rows: int, width: int, seconds: float) -> None:
+        """A round took so long. What is expected follows slowly, but nobody should wait too long twice."""
+        if self._costs.known:
+            self._strain = min(max(1.0, seconds / self._costs.round(rows, width)), _STRANGEST)
+
     def widest(self, rows: int, most: int, within: float) -> int:
         """Proposals that any window may have, at most `most`, in a round that takes no longer than `within` seconds.
 
@@ -120,8 +135,10 @@ class Proposer:
         """
         if math.isinf(within) or not self._costs.known:
             return most
-        while most > 0 and self._costs.round(rows, most + 1) > within:
+        while most > 0 and self._strain * self._costs.round(rows, most + 1) > within:
             most -= 1
+        # If it leaves no rounds at all, it must not do so for ever.
+        self._strain = max(1.0, self._strain * _EASING)
         return most
 
     def waits(self, rows: Mapping[Key, Row], most: int) -> bool:

@@ -118,6 +118,7 @@ class SpeculativeGroup(DecodeGroup):
             follows.commit()
         self._rows[row.key] = row
         self._speculations[row.key] = speculation or self._proposer.speculation(row)
+        self._proposer.joined()
         if self._depth is not None:
             self._depth.renew()
 
@@ -190,6 +191,7 @@ class SpeculativeGroup(DecodeGroup):
             covered.append(Covered(window.row.key, tokens[: verdicts[-1].emitted]))
         emit(events)
         turn.resolve([verdict.emitted for verdict in verdicts])
+        self._proposer.took(len(ordered), width, seconds)
         self._costs.saw_round(len(ordered), width, seconds)
         drafted, accepted = sum(len(one.proposals) for one in ordered), sum(one.accepted for one in verdicts)
         self._rounds.append(Round(len(ordered), seconds, width, drafted, accepted))
