@@ -47,8 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         # The processes that run the tests start from this one's environment.
         return
-    # A shell starts what runs in the background deaf to Ctrl-C, and so would be all that the tests start.
+    # A shell starts what runs in the background deaf to Ctrl-C, and nohup to hangups: so would be all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # In /tmp, because the path of a socket must be short.
     home = Path(tempfile.mkdtemp(prefix="mlxbc-home-", dir="/tmp"))
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
