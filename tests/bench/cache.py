@@ -102,7 +102,10 @@ async def _turns(settings: Settings, scratch: Path) -> tuple[_Turns, _Turns]:
 
 
 async def _rates(settings: Settings, scratch: Path) -> tuple[list[float], list[float]]:
-    """Tokens per second while states are written behind, and where none are: the same chats, by turns."""
+    """Tokens per second while states are written behind, and where none are: the same chats, by turns.
+
+    Token by token: how far two daemons have learnt to guess would differ by more than what writing takes.
+    """
     writing: list[float] = []
     plain: list[float] = []
     words, answer = settings.pick(_HISTORY_WORDS // 2, 300), settings.pick(_DECODED, 24)
@@ -111,10 +114,10 @@ async def _rates(settings: Settings, scratch: Path) -> tuple[list[float], list[f
             daemon.await_ready()
             await Ours(daemon.socket).hold(Chat(chat(60, secrets.token_hex(4), 0), 8))
             await _known(daemon)
-        for round_ in range(settings.pick(5, 1)):
+        for round_ in range(settings.pick(8, 1)):
             messages = chat(words, secrets.token_hex(4), round_)
-            for daemon, rates in ((one, writing), (two, plain)):
-                held = await Ours(daemon.socket).hold(Chat(messages, answer))
+            for daemon, rates in ((one, writing), (two, plain))[:: 1 if round_ % 2 else -1]:
+                held = await Ours(daemon.socket, draft="off").hold(Chat(messages, answer))
                 rates.append((len(held.arrivals) - 1) / (held.arrivals[-1] - held.arrivals[0]))
                 await _written(daemon)
     return writing, plain

@@ -71,15 +71,22 @@ class Side(Protocol):
 
 
 class Ours:
-    """Our daemon, through the package's own client."""
+    """Our daemon, through the package's own client.
 
-    def __init__(self, socket: Path) -> None:
+    Args:
+        draft: what may guess tokens, as requests say it.
+    """
+
+    def __init__(self, socket: Path, draft: str = "auto") -> None:
         self._socket = socket
+        self._draft = draft
 
     async def hold(self, chat: Chat) -> Chat:
         chat.sent = perf_counter()
         async with AsyncClient(self._socket, client_name="bench") as client:
-            stream = client.generate(messages=chat.messages, temperature=0.0, max_tokens=chat.max_tokens)
+            stream = client.generate(
+                messages=chat.messages, temperature=0.0, max_tokens=chat.max_tokens, draft=self._draft
+            )
             async with stream:
                 async for event in stream:
                     if isinstance(event, Token) and event.text:
