@@ -7,10 +7,10 @@ request is on the way.
 from __future__ import annotations
 
 import sys
-from typing import Final
+from typing import ClassVar, Final
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markdown import ListItem, Markdown
+from rich.markdown import ListItem, Markdown, MarkdownElement
 from rich.segment import Segment
 
 _FENCES: Final = ("```", "~~~")
@@ -30,7 +30,7 @@ class _Item(ListItem):
 
 
 class _Markdown(Markdown):
-    elements = {**Markdown.elements, "list_item_open": _Item}  # noqa: RUF012  # as the class has it
+    elements: ClassVar[dict[str, type[MarkdownElement]]] = {**Markdown.elements, "list_item_open": _Item}
 
 
 class Renderer:

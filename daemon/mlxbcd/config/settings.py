@@ -208,7 +208,8 @@ class Settings:
         "schedule.max_piece_ms",
         kinds.count(1, 60_000),
         250,
-        "Milliseconds that a piece of a prompt may take, whoever waits; a cancel or a keystroke is never further away.",
+        "Milliseconds that a piece of a prompt, or a forward that verifies guesses, may take, whoever waits; a cancel "
+        "or a keystroke is never further away.",
         live=True,
     )
     max_rows: int = _key(

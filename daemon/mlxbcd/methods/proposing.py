@@ -128,6 +128,10 @@ class Proposer:
         if self._costs.known:
             self._strain = min(max(1.0, seconds / self._costs.round(rows, width)), _STRANGEST)
 
+    def ease(self) -> None:
+        """A step begins. Care that leaves no rounds at all must not do so for ever."""
+        self._strain = max(1.0, self._strain * _EASING)
+
     def widest(self, rows: int, most: int, within: float) -> int:
         """Proposals that any window may have, at most `most`, in a round that takes no longer than `within` seconds.
 
@@ -137,8 +141,6 @@ class Proposer:
             return most
         while most > 0 and self._strain * self._costs.round(rows, most + 1) > within:
             most -= 1
-        # If it leaves no rounds at all, it must not do so for ever.
-        self._strain = max(1.0, self._strain * _EASING)
         return most
 
     def waits(self, rows: Mapping[Key, Row], most: int) -> bool:

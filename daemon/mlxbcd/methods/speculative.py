@@ -124,6 +124,7 @@ class SpeculativeGroup(DecodeGroup):
 
     def step(self, emit: Emit, shared: StepBuilder | None = None, *, within: float = math.inf) -> None:
         """One round, or one plain step. A round's forward is its own: see `DecodeGroup.step` for `shared`."""
+        self._proposer.ease()
         proposer, most = self._proposer, self._widest(within) if self._rows else 0
         depth, shadow = proposer.due(self._rows, most, flying=self._flight is not None)
         if shadow:
